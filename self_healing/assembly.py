@@ -52,22 +52,6 @@ HOST = torch.device("cpu")
 class Run:
     """
     One run, however often `train()` is entered: what all parts know of it, and the parts that last as long as it.
-
-    Args:
-        context ([`RunContext`]):
-            What all parts know.
-        numerics ([`NumericsState`]), rollback ([`Rollback`]):
-            What is learned about its numbers, and the states it can go back to.
-        memory ([`MemoryState`]):
-            What is known to fit.
-        quarantine ([`Quarantine`]):
-            Rows and samples that are left out.
-        attempts ([`Attempts`]), departure ([`Departure`]), ending ([`RunEnding`]):
-            Its processes, how this one leaves, and what writes down how the run ends.
-        saves ([`SaveHealer`]), hangs ([`HangWatch`]):
-            Handle failed saves, and watch for hangs.
-        last_step ([`LastStep`]):
-            Leaves the state after the last finished step to the next process.
     """
 
     context: RunContext
@@ -98,10 +82,7 @@ class Run:
         return self.context.attachment.broken
 
     def about_to_save(self, step: int) -> None:
-        """
-        A regular checkpoint is about to be written. It is one as soon as the Trainer has written its state, last of
-        all: a process that is killed before it is marked must have left by then what belongs to it.
-        """
+        """A regular checkpoint is about to be written."""
         self.rollback.checkpoints.about_to_save(step)
         instrument = self.instrument
         if instrument is None:
@@ -113,15 +94,7 @@ class Run:
             save_generated(instrument.trainer, checkpoint)
 
     def checkpoint_saved(self, instrument: Instrument, checkpoint: Path, step: int) -> None:
-        """
-        A regular checkpoint is written, with all its parts: marks it as complete.
-
-        Args:
-            instrument ([`Instrument`]):
-                Attached to the trainer.
-            checkpoint (`Path`), step (`int`):
-                Which one.
-        """
+        """A regular checkpoint is written, with all its parts: marks it as complete."""
         exported = bookkeeping_now(instrument)
         save_generated(instrument.trainer, checkpoint)
         finite = self.rollback.checkpoints.finite_at(step)
@@ -140,12 +113,8 @@ class Run:
 
     def start_over(self, checkpoint: str, step: int) -> None:
         """
-        Forgets what was learned from the damaged checkpoint that was resumed from; it is read from an older
-        one when `train()` is entered the next time, as a new process would.
-
-        Args:
-            checkpoint (`str`), step (`int`):
-                The older one, and where it is.
+        Forgets what was learned from the damaged checkpoint that was resumed from; it is read from an older one when
+        `train()` is entered the next time, as a new process would.
         """
         self.context.outcomes.nothing_lost_since(step)
         self.rollback.start_over()
@@ -200,26 +169,7 @@ def assemble(
     may_enter_again: bool = False,
     device: torch.device = HOST,
 ) -> Run:
-    """
-    Builds a run, with all the remedies it may need.
-
-    Args:
-        config ([`HealingConfig`]):
-            The configuration in force.
-        directory (`Path`):
-            Where journal, quarantine and postmortem go.
-        rank (`int`, *optional*, defaults to 0):
-            This process.
-        sleep (`Callable[[float], None]`, *optional*):
-            How waiting is done, in seconds. Defaults to `time.sleep`, cut short by a preemption.
-        run_id (`str`, *optional*):
-            Of the run that an earlier process began; a new one otherwise, on which all ranks agree: they have to come
-            here together.
-        may_enter_again (`bool`, *optional*, defaults to `False`):
-            Whether an exception may leave `train()` to be healed outside, where it is entered again.
-        device (`torch.device`, *optional*):
-            Where the run trains.
-    """
+    """Builds a run, with all the remedies it may need."""
     heartbeat = Heartbeat(config.hang_learning_steps)
     run_id = run_id or consensus.from_first_rank("name of the run", new_run_id, device)
     journal = Journal(directory, config, run_id, rank)

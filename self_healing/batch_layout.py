@@ -21,17 +21,7 @@ Batch = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """
-    The rows of a prepared batch that can be left out one by one.
-
-    Args:
-        kind (`"rows"`, `"pairs"` or `"segments"`):
-            Independent tensor rows; chosen/rejected pairs; sequences flattened into one tensor row.
-        rows (`int`):
-            Their number: B, N or S.
-        starts (`tuple[int, ...]`, *optional*):
-            For segments: first token of each, and the total length at the end.
-    """
+    """The rows of a prepared batch that can be left out one by one."""
 
     kind: Literal["rows", "pairs", "segments"]
     rows: int
@@ -94,17 +84,7 @@ def _leading_size(batch: Batch, sizes: list[int]) -> int:
 
 
 def select_rows(batch: Batch, layout: Layout, keep: Sequence[int]) -> dict[str, Any]:
-    """
-    Returns a batch with only some of its rows, in their order; nothing is trimmed.
-
-    Args:
-        batch (`Mapping`):
-            A prepared batch: tensors of shape (B, ...), (2N, ...) and (N, ...), or (1, T) when flattened.
-        layout (`Layout`):
-            Its layout, from [`layout_of`].
-        keep (`Sequence[int]`):
-            Rows, pairs or segments that stay.
-    """
+    """Returns a batch with only some of its rows, in their order; nothing is trimmed."""
     if layout.kind == "segments":
         return _select_segments(batch, layout, keep)
     by_size = {layout.rows: list(keep)}
@@ -168,9 +148,7 @@ _NOT_CONTENT = frozenset(
 
 
 def content_hash(batch: Batch, layout: Layout, row: int) -> str:
-    """
-    Computes the SHA-256 of one row. Padding does not count, so a sample has the same hash in every batch it is in.
-    """
+    """Computes the SHA-256 of one row."""
     alone = select_rows(batch, layout, [row])
     digest = hashlib.sha256()
     for key in sorted(alone):

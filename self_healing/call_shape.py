@@ -11,17 +11,7 @@ Kind = Literal["train", "forward", "generate"]
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """
-    The size of one model call.
-
-    Args:
-        kind (`"train"`, `"forward"` or `"generate"`):
-            With or without gradients, or generation.
-        rows (`int`):
-            Rows, B; of a flattened batch its tokens.
-        length (`int`):
-            Padded length, T, in tokens (of generation: with what may be generated); 1 for a flattened batch.
-    """
+    """The size of one model call."""
 
     kind: Kind
     rows: int

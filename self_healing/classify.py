@@ -189,12 +189,7 @@ def attribute_of(holder: Any, name: str) -> Any:
 
 
 def is_error(error: BaseException) -> bool:
-    """
-    Whether an exception is an error of the code it comes from, and not a request to end.
-
-    Some that are no `Exception` are errors all the same: a panic of a library in Rust, whose class cannot be imported,
-    and the cancellation of a coroutine, as nothing awaits training.
-    """
+    """Whether an exception is an error of the code it comes from, and not a request to end."""
     return isinstance(error, Exception | asyncio.CancelledError) or type(error).__name__ == "PanicException"
 
 

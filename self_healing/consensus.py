@@ -185,7 +185,6 @@ def in_words(ranks: Sequence[int]) -> str:
 def looked_up_by_first_rank(question: str, look: Callable[[], _T], device: torch.device) -> _T:
     """
     As [`from_first_rank`], for what may take longer than a collective may wait: checkpoints are read to the last byte.
-    Until the first rank is through, the others sleep and ask again, in no collective; in one, where the store is lost.
     """
     store = job_store()
     if store is None:
@@ -250,10 +249,7 @@ def reach(place: str) -> None:
 
 
 def all_reach(place: str, seconds: float) -> bool:
-    """
-    Waits for all ranks to be at the same place between the same two votes. For a rank that cannot cast a ballot,
-    because the others may be in a collective of the training. `False` where there is no store to ask.
-    """
+    """Waits for all ranks to be at the same place between the same two votes."""
     store = job_store()
     if store is None:
         return False
@@ -327,7 +323,6 @@ def _number_of(question: str) -> int:
 def _named(question: str) -> tuple[int, int, int]:
     """
     Gives what names a question in a ballot: its number, and the square of that in two parts, so that sums are exact.
-    Numbers whose sum and whose squares' sum are those of as many equal ones are all equal, however many they are.
     """
     number = _number_of(question)
     return (number, *divmod(number**2, _QUESTIONS))

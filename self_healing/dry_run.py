@@ -72,21 +72,7 @@ class _Clock(TrainerCallback):
 def dry_run(trainer: Trainer, num_steps: int = 2) -> DryRunReport:
     """
     Runs real training steps of a trainer and leaves model, optimizer, schedule, random states, counters and files as
-    they were. Callbacks, evaluation, trackers and the Hub are left out. Before the first step the training rows and
-    the weights are looked at, and what is wrong with them is logged, as the steps may not survive it.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        num_steps (`int`, *optional*, defaults to 2):
-            Optimizer steps to run.
-
-    Returns:
-        [`DryRunReport`]: Loss, gradient norm, time and memory of the steps.
-
-    Raises:
-        ValueError: For less than one step, and for a trainer that shards the model (FSDP, DeepSpeed).
-        Exception: Whatever the training code raises; the state is put back first.
+    they were.
     """
     if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
         raise ValueError(f"num_steps is {num_steps!r}; please give the number of optimizer steps to run, at least 1.")

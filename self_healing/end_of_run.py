@@ -27,17 +27,7 @@ def heal_the_last_step(run: Run) -> None:
 
 
 def end_run(run: Run, instrument: Instrument, step: int) -> None:
-    """
-    Closes what is open, and gives the trainer back as it was.
-
-    Args:
-        run ([`Run`]):
-            The run.
-        instrument ([`Instrument`]):
-            Attached to its trainer.
-        step (`int`):
-            Optimizer steps finished.
-    """
+    """Closes what is open, and gives the trainer back as it was."""
     context, args, leaves = run.context, instrument.trainer.args, run.departure.begun
     healers = context.attachment.healers
     run.numerics.close_outcomes(unfollowed="resolved")
@@ -71,15 +61,7 @@ def end_run(run: Run, instrument: Instrument, step: int) -> None:
 
 
 def tell_of_best_model(context: RunContext, best: str, choice: BestChoice) -> None:
-    """
-    Tells that the best checkpoint could not be loaded, and what the model holds in its place.
-
-    Args:
-        context ([`RunContext`]):
-            The run.
-        best (`str`), choice ([`BestChoice`]):
-            That checkpoint, and what was loaded.
-    """
+    """Tells that the best checkpoint could not be loaded, and what the model holds in its place."""
     context.journal.event(
         "best_model_passed_over",
         context.step,

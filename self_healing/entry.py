@@ -51,17 +51,7 @@ _LIMITS = (
 
 
 class Entry:
-    """
-    Heals what happens inside of one `train()` call.
-
-    Args:
-        run ([`Run`]):
-            The run.
-        trainer ([`~transformers.Trainer`]):
-            The trainer, in `on_train_begin`.
-        moved (`bool`):
-            Whether its weights were trained already.
-    """
+    """Heals what happens inside of one `train()` call."""
 
     def __init__(self, run: Run, trainer: Any, moved: bool) -> None:
         context = run.context
@@ -85,21 +75,7 @@ class Entry:
     def begin(
         self, rules: Sequence[MetricRule], resumed_from: str | None, saved: Mapping[str, Any] | None, wrapped: bool
     ) -> None:
-        """
-        Takes in where the run is, and looks at what it would go on with, before anything is attached.
-
-        Args:
-            rules (`Sequence[MetricRule]`):
-                The table of rules.
-            resumed_from (`str`, *optional*), saved (`Mapping`, *optional*):
-                The checkpoint, and what it knows of healing.
-            wrapped (`bool`):
-                Whether `SelfHealingTrainer` has entered `train()`: it has looked at the checkpoint.
-
-        Raises:
-            CheckpointError: If the checkpoint cannot be resumed from.
-            UnrecoverableTrainingError: If weights or optimizer state are not finite.
-        """
+        """Takes in where the run is, and looks at what it would go on with, before anything is attached."""
         run, attempts, numerics = self._run, self._run.attempts, self._run.numerics
         args, state = self._trainer.args, self._trainer.state
         step = int(state.global_step)
@@ -130,10 +106,6 @@ class Entry:
     def go_on(self, resumed_from: str | None) -> None:
         """
         Goes on where a checkpoint was written, tells that the run has started, and keeps the state it starts with.
-
-        Args:
-            resumed_from (`str`, *optional*):
-                The checkpoint.
         """
         run, instrument = self._run, self.instrument
         args, state, rules = self._trainer.args, self._trainer.state, run.numerics.rules
@@ -164,13 +136,7 @@ class Entry:
             logger.warning("%s; steps are watched, but not healed.", instrument.view.only_watched)
 
     def attach(self, wrapped: bool) -> None:
-        """
-        Attaches the instrument, and then what goes around it: what is attached later is called first.
-
-        Args:
-            wrapped (`bool`):
-                Whether `SelfHealingTrainer` has entered `train()`: signals, trackers and the Hub are its matter then.
-        """
+        """Attaches the instrument, and then what goes around it: what is attached later is called first."""
         run, context, instrument = self._run, self._run.context, self.instrument
         if not wrapped:
             # Last of all: what is taken off first may still write something down.

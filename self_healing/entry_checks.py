@@ -21,37 +21,13 @@ logger = logging.getLogger("self_healing")
 
 
 def begin_run(args: Any) -> str:
-    """
-    Sees that checkpoints can be written. Collective.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            Of the trainer.
-
-    Returns:
-        `str`: The name of the run that begins.
-
-    Raises:
-        ConfigurationError: On all ranks, if one that has to cannot.
-    """
+    """Sees that checkpoints can be written."""
     refuse_unwritable(args)
     return consensus.from_first_rank("a run begins", new_run_id, args.device)
 
 
 def refuse_damaged_checkpoint(context: RunContext, checkpoint: Path) -> None:
-    """
-    Looks at the checkpoint that was resumed from: the Trainer takes the newest, whatever it lacks. It has loaded it
-    by now, and trained no step. Collective.
-
-    Args:
-        context ([`RunContext`]):
-            The run.
-        checkpoint (`Path`):
-            What was resumed from.
-
-    Raises:
-        CheckpointError: If it cannot be resumed from.
-    """
+    """Looks at the checkpoint that was resumed from: the Trainer takes the newest, whatever it lacks."""
     refused: list[CheckpointError] = []
 
     def look() -> tuple[str | None, str | None]:
@@ -71,22 +47,7 @@ def refuse_damaged_checkpoint(context: RunContext, checkpoint: Path) -> None:
 
 
 def refuse_nonfinite_weights(context: RunContext, resumed_from: str | None) -> bool:
-    """
-    Ends a run that would begin with weights or an optimizer state that are not finite: no step can heal them.
-    Collective.
-
-    Args:
-        context ([`RunContext`]):
-            The run.
-        resumed_from (`str`, *optional*):
-            The checkpoint they come from.
-
-    Returns:
-        `bool`: Whether they are finite, where training goes on all the same.
-
-    Raises:
-        UnrecoverableTrainingError: If they are not, unless `on_nonfinite="warn"`.
-    """
+    """Ends a run that would begin with weights or an optimizer state that are not finite: no step can heal them."""
     instrument = context.instrument
     found = instrument.view.nonfinite_tensors()
     if not consensus.any_rank("what training begins with is not finite", bool(found), instrument.view.device):
@@ -112,16 +73,7 @@ def refuse_nonfinite_weights(context: RunContext, resumed_from: str | None) -> b
 
 
 def refuse_wrong_sums(context: RunContext) -> None:
-    """
-    Ends a run on several ranks that cannot sum up what all of them know, or not in time. Collective.
-
-    Args:
-        context ([`RunContext`]):
-            The run.
-
-    Raises:
-        UnrecoverableTrainingError: On all ranks, if a sum is wrong on one; on those that wait for it in vain.
-    """
+    """Ends a run on several ranks that cannot sum up what all of them know, or not in time."""
     device, seconds = context.instrument.view.device, context.config.collective_timeout_check_seconds
     if consensus.world_size() == 1 or seconds == 0:
         return

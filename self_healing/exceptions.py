@@ -9,16 +9,7 @@ from .failures import FailureType
 
 
 class Interruption(BaseException):
-    """
-    Interrupts the main thread from a thread that watches it. Not an `Exception`, so that nothing between the
-    interrupted line and `train()` takes it for an error of its own.
-
-    Args:
-        message (`str`):
-            The reason.
-        failure (`FailureType`):
-            The kind of failure.
-    """
+    """Interrupts the main thread from a thread that watches it."""
 
     def __init__(self, message: str, failure: FailureType) -> None:
         super().__init__(message)
@@ -56,15 +47,7 @@ class HealingFailed(RuntimeError):
 
 
 class DamagedCheckpointError(UnrecoverableTrainingError):
-    """
-    Ends an entry whose checkpoint is damaged; the run can be entered again from an older one.
-
-    Args:
-        incident ([`Incident`]):
-            The incident in which that was found.
-        older (`str`):
-            The checkpoint to go on from.
-    """
+    """Ends an entry whose checkpoint is damaged; the run can be entered again from an older one."""
 
     def __init__(self, incident: Any, older: str) -> None:
         super().__init__(f"go on from {older}", failure=FailureType.DAMAGED_CHECKPOINT)
@@ -73,17 +56,7 @@ class DamagedCheckpointError(UnrecoverableTrainingError):
 
 
 class NonFiniteReward(Exception):
-    """
-    Reports rewards that are NaN or infinite; `None`, for a reward that does not apply, is neither.
-
-    Args:
-        answer (`Any`):
-            The rewards; those of a function with `None` in place of numbers that are not finite.
-        places (`Sequence[int]`):
-            The completions whose rewards are not finite.
-        of (`int`):
-            Number of rewards.
-    """
+    """Reports rewards that are NaN or infinite; `None`, for a reward that does not apply, is neither."""
 
     def __init__(self, answer: Any, places: Sequence[int], of: int) -> None:
         named = ", ".join(map(str, places[:10])) + (", ..." if len(places) > 10 else "")

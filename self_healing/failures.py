@@ -87,10 +87,7 @@ class Action(StrEnum):
 
 
 class Cause(StrEnum):
-    """
-    What an experiment has shown to be behind a failure, where that decides how it is healed. Other causes are named in
-    words of their own: the service that did not answer, the sample that cannot be loaded, the rule that fired.
-    """
+    """What an experiment has shown to be behind a failure, where that decides how it is healed."""
 
     UNKNOWN = "unknown"
     NOT_LOOKED_FOR = "not looked for"

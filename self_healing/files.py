@@ -40,20 +40,7 @@ def jsonable(value: Any, depth: int = 0) -> Any:
 def replace_file(path: Path, text: str, *, sync: bool = False, make_directory: bool = True) -> None:
     """
     Writes a file, whole or not at all: beside it first, so that neither a kill nor a hard link to the old one sees a
-    part. Only one writer at a time, as the file beside it is the same for all.
-
-    Args:
-        path (`Path`):
-            The file; one that is there is replaced.
-        text (`str`):
-            Its new content.
-        sync (`bool`, *optional*, defaults to `False`):
-            Whether it is on the disk before it replaces the old one, for content that must outlive the machine.
-        make_directory (`bool`, *optional*, defaults to `True`):
-            Whether to make its directory if there is none.
-
-    Raises:
-        OSError: If it could not be written; the old file is as it was.
+    part.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     if make_directory:
@@ -83,17 +70,7 @@ def rank_in(path: Path) -> int:
 
 
 def append_line(path: str | os.PathLike[str], line: Mapping[str, Any], sync: bool = False) -> None:
-    """
-    Appends a line in one write: several processes may do so at once. After a line that was torn it begins a new one.
-
-    Args:
-        path (`str` or `PathLike`):
-            The file; it is made with its directory if there is none.
-        line (`Mapping`):
-            Its content, one object.
-        sync (`bool`, *optional*, defaults to `False`):
-            Whether it is on the disk before this returns, for processes that may be killed next.
-    """
+    """Appends a line in one write: several processes may do so at once."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     text = (json.dumps(jsonable(line)) + "\n").encode()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -117,12 +94,7 @@ def _ends_torn(descriptor: int) -> bool:
 
 
 def parse_lines(text: str) -> tuple[list[dict[str, Any]], int]:
-    """
-    Reads lines as far as they are whole.
-
-    Returns:
-        The objects in them, and how many other lines there are.
-    """
+    """Reads lines as far as they are whole."""
     found, torn = [], 0
     for line in text.split("\n"):
         if not line.strip():

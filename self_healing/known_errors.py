@@ -24,19 +24,7 @@ _LONGEST = 50_000
 
 @dataclass(frozen=True, slots=True)
 class KnownError:
-    """
-    One row of the table.
-
-    Args:
-        name (`str`):
-            Its row in the table.
-        cause (`str`):
-            Its most frequent cause.
-        fix (`str`):
-            Its cure.
-        reference (`str`, *optional*):
-            Page where it has been solved before.
-    """
+    """One row of the table."""
 
     name: str
     cause: str

@@ -18,32 +18,7 @@ EXIT_FOR_RESTART = 75
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """
-    The launch of this process.
-
-    Args:
-        launcher (`str`):
-            `"torchrun"` (also `accelerate launch`, which uses it), `"slurm"`, or `"none"` for a plain `python`.
-        restarts (`int`):
-            Times the launcher has started the job again.
-        restarts_left (`int` or `None`):
-            Times it still will; `None` where that cannot be known.
-        by_agent (`bool`):
-            Whether an agent that itself has lived on (torchrun) has started it again: the machine was not taken away.
-        agent_age (`float`, *optional*):
-            Seconds since the agent was started, whether it has started this process again or not; `None` where that
-            cannot be known.
-        agent_is_parent (`bool`):
-            Whether it has started this process itself, with nothing in between: a script that runs several programs.
-        requeued (`bool`):
-            Whether SLURM has started the job again.
-        job (`str`):
-            Id of the job in SLURM, the same for each restart.
-        rendezvous (`str`):
-            What torchrun calls the job (`--rdzv-id`).
-        in_a_pod (`bool`):
-            Whether Kubernetes may have started it again, which does not say so.
-    """
+    """The launch of this process."""
 
     launcher: str
     restarts: int
@@ -63,13 +38,7 @@ class Launch:
 
 
 def launch_of(environment: Mapping[str, str] | None = None) -> Launch:
-    """
-    Reads the launch from the environment variables of torchrun and SLURM.
-
-    Args:
-        environment (`Mapping[str, str]`, *optional*):
-            Defaults to `os.environ`.
-    """
+    """Reads the launch from the environment variables of torchrun and SLURM."""
     environment = os.environ if environment is None else environment
     requeued = _number(environment, "SLURM_RESTART_COUNT")
     job = environment.get("SLURM_JOB_ID", "")
@@ -97,17 +66,7 @@ def launch_of(environment: Mapping[str, str] | None = None) -> Launch:
 
 
 def of_all_ranks(launches: Sequence[Launch]) -> Launch:
-    """
-    Puts together what the ranks of a job know of its launch.
-
-    Each node has an agent of torchrun, which counts the restarts that its own processes have caused, and not those in
-    which it takes part (torch 2.13, `SimpleElasticAgent._invoke_run`: "membership changes do not count as retries").
-    So after a failure on one node, the processes of the others are told that they are the first.
-
-    Args:
-        launches (`Sequence[Launch]`):
-            Of each rank.
-    """
+    """Puts together what the ranks of a job know of its launch."""
     ages = [launch.agent_age for launch in launches]
     known = [age for age in ages if age is not None]
     return replace(

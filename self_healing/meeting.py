@@ -29,10 +29,7 @@ _meetings = itertools.count(1)
 
 
 def meet(settings: Mapping[str, Any], seconds: float) -> None:
-    """
-    Waits for all ranks to begin a healed run, and compares their settings. A rank that trains without healing is in a
-    collective of the training meanwhile, and would take a vote for a part of that.
-    """
+    """Waits for all ranks to begin a healed run, and compares their settings."""
     store = consensus.job_store()
     if store is None:
         return
@@ -49,8 +46,7 @@ def meet(settings: Mapping[str, Any], seconds: float) -> None:
 def _meet(store: Any, place: str, settings: Mapping[str, Any], seconds: float, rank: int, ranks: int) -> str:
     """
     The first rank calls, by a name that it makes up; each rank answers to it, with a word that it makes up; and the
-    first one repeats the words of all. A launcher that starts the job again may keep the store, and what the ranks
-    before these have said is still there: an old call is answered in vain, until there is a newer one.
+    first one repeats the words of all.
     """
     own, began = uuid.uuid4().hex, time.monotonic()
     call, told, compares = "", False, rank == 0

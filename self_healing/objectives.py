@@ -7,23 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """
-    The arithmetic of one trainer family.
-
-    Args:
-        name (`str`):
-            `"sft"`, `"dpo"`, `"kto"`, `"reward"`, `"grpo"`, `"rloo"`, `"distillation"`, `"generic"` (the Trainer's own
-            loss) or `"unknown"` (a loss of the user's).
-        paired (`bool`):
-            Whether a batch holds N chosen rows followed by their N rejected ones.
-        online (`bool`):
-            Whether the trainer makes its training rows itself (generation), from raw examples.
-        counts_own_tokens (`bool`):
-            Whether the loss is divided by a token count that travels in the batch, not by the accumulation steps.
-        detectors (`frozenset[str]`):
-            Names of the step detectors that apply ([`DetectorPanel`]). Non-finite numbers are wrong everywhere and not
-            among them.
-    """
+    """The arithmetic of one trainer family."""
 
     name: str
     paired: bool = False
@@ -67,12 +51,7 @@ UNKNOWN = Objective("unknown", detectors=ANY_POSITIVE_LOSS)
 
 
 def objective_named(name: str) -> Objective:
-    """
-    Returns the objective with a name.
-
-    Raises:
-        ValueError: For a name that is not known.
-    """
+    """Returns the objective with a name."""
     known = {objective.name: objective for objective in (*BY_CLASS_NAME.values(), GENERIC, UNKNOWN)}
     if name not in known:
         raise ValueError(f"There is no objective {name!r}. There are: {', '.join(sorted(known))}.")

@@ -58,15 +58,7 @@ _CHECKPOINTS = ("checkpoint-*", "last-checkpoint")
 
 
 def own_patterns(output_dir: str | os.PathLike[str], healing_dir: str | os.PathLike[str] | None = None) -> list[str]:
-    """
-    Returns patterns of `fnmatch` for all files of self_healing in an `output_dir`, relative to it.
-
-    Args:
-        output_dir (`str` or `PathLike`):
-            Directory the Trainer writes to.
-        healing_dir (`str` or `PathLike`, *optional*):
-            Directory of the journal, if another one.
-    """
+    """Returns patterns of `fnmatch` for all files of self_healing in an `output_dir`, relative to it."""
     prefixes = _prefixes(output_dir, healing_dir)
     patterns = [prefix + name for prefix in prefixes for name in (*RUN_FILES, *_own_reports(output_dir, prefix))]
     patterns += [f"{checkpoint}/{name}" for checkpoint in _CHECKPOINTS for name in CHECKPOINT_FILES]
@@ -78,19 +70,7 @@ def own_patterns(output_dir: str | os.PathLike[str], healing_dir: str | os.PathL
 def remove_leftovers(
     output_dir: str | os.PathLike[str], healing_dir: str | os.PathLike[str] | None = None
 ) -> list[Path]:
-    """
-    Removes leftovers of processes that were killed while they wrote or removed a file of self_healing. To be called
-    before anything is written. Leftovers that cannot be removed stay.
-
-    Args:
-        output_dir (`str` or `PathLike`):
-            Directory the Trainer writes to.
-        healing_dir (`str` or `PathLike`, *optional*):
-            Directory of the journal, if another one.
-
-    Returns:
-        `list[Path]`: what was removed.
-    """
+    """Removes leftovers of processes that were killed while they wrote or removed a file of self_healing."""
     places = [Path(output_dir), *(Path(output_dir, name) for name in _OWN_FOLDERS)]
     found = [entry for place in places for name in LEFTOVERS for entry in place.glob(name)]
     if healing_dir is not None:
@@ -112,15 +92,6 @@ def hide_from_uploads(
 ) -> None:
     """
     Writes a `.gitignore` that names the files of self_healing: the Hub leaves them out, whatever uploads the folder.
-    One that is not ours stays as it is. A folder that cannot be written to is left alone.
-
-    Args:
-        output_dir (`str` or `PathLike`):
-            Directory the Trainer writes to.
-        healing_dir (`str` or `PathLike`, *optional*):
-            Directory of the journal, if another one.
-        hide (`bool`, *optional*, defaults to `True`):
-            Whether to write it; if `False`, one that an earlier run has written is removed.
     """
     path = Path(output_dir, GITIGNORE)
     try:

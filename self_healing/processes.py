@@ -31,15 +31,7 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """
-    A process, to be told from all others.
-
-    Args:
-        machine (`str`):
-            Where its number means something.
-        pid (`int`), began (`float`):
-            Its number, and when it was started, because numbers are given out again: in seconds since the machine was.
-    """
+    """A process, to be told from all others."""
 
     machine: str
     pid: int
@@ -52,12 +44,7 @@ class Process:
 
     @classmethod
     def of(cls, pid: int) -> Process:
-        """
-        Gives a process of this machine.
-
-        Raises:
-            psutil.Error: If it is not there, or may not be looked at.
-        """
+        """Gives a process of this machine."""
         return cls(machine(), pid, _began(psutil.Process(pid)))
 
     @property
@@ -71,13 +58,7 @@ class Process:
 
 
 def state_of(pid: int, began: float) -> State:
-    """
-    Looks what became of a process of this machine.
-
-    Args:
-        pid (`int`), began (`float`):
-            As those of a [`Process`]; 0 for `began` if it is not known.
-    """
+    """Looks what became of a process of this machine."""
     try:
         process = psutil.Process(pid)
         if began and abs(_began(process) - began) > 1.0:
@@ -97,10 +78,7 @@ def state_of(pid: int, began: float) -> State:
 
 
 def _began(process: psutil.Process) -> float:
-    """
-    Gives when a process was started: in seconds since the machine was. psutil (7.2) adds the time of that by the
-    clock, so that all processes were others once the clock is set (NTP, a virtual machine that was moved).
-    """
+    """Gives when a process was started: in seconds since the machine was."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         stat = (_PROCESSES / str(process.pid) / "stat").read_bytes()
         # proc(5): after the name in brackets, which may hold any characters.
@@ -126,10 +104,6 @@ def end_at_once(code: int) -> NoReturn:
     """
     Ends this process with what it has logged and printed, and without Python's own end: what that frees may abort the
     process, or keep it.
-
-    Args:
-        code (`int`):
-            Exit code.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

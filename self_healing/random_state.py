@@ -30,17 +30,7 @@ _GAUSS_NEXT = 2
 
 @dataclass(slots=True)
 class RandomState:
-    """
-    The state of every generator a training step draws from.
-
-    Args:
-        python (`tuple`), numpy (`tuple`), cpu (`torch.Tensor`):
-            Of `random`, `numpy.random` and torch on the CPU.
-        devices (`list[torch.Tensor]`):
-            Of torch on the accelerator: of this process's device, or of all devices if one process uses several.
-        device_type (`str`):
-            The kind of accelerator.
-    """
+    """The state of every generator a training step draws from."""
 
     python: Any
     numpy: Any
@@ -56,16 +46,7 @@ class RandomState:
 
     @classmethod
     def capture(cls, device: torch.device | None = None, since: RandomState | None = None) -> RandomState:
-        """
-        Captures the states as of now; those of a GPU lie in host memory, so nothing waits for the device.
-
-        Args:
-            device (`torch.device`, *optional*):
-                Of the run. Defaults to none, for steps that draw on the host alone.
-            since ([`RandomState`], *optional*):
-                An earlier capture, whose states are shared for generators not drawn from since then. Reading that of
-                numpy takes 0.1 ms, and that of Python is 625 integers, which the garbage collector goes through.
-        """
+        """Captures the states as of now; those of a GPU lie in host memory, so nothing waits for the device."""
         # Read first: the next capture notices what another thread draws meanwhile.
         python_words, numpy_words = _python_words(), _numpy_words()
         return cls(
@@ -137,13 +118,7 @@ def _python_generator() -> Any:
 
 
 class _Memory:
-    """
-    Where a generator keeps its words.
-
-    Args:
-        address_of (`Callable[[Any], int]`):
-            Gives the address, which a generator keeps for life.
-    """
+    """Where a generator keeps its words."""
 
     def __init__(self, address_of: Callable[[Any], int]) -> None:
         self._address_of = address_of

@@ -29,17 +29,7 @@ logger = logging.getLogger("self_healing")
 
 @dataclass(frozen=True, slots=True)
 class NextEntry:
-    """
-    The next entry into `train()`.
-
-    Args:
-        incident ([`Incident`]):
-            Of the exception it was left by.
-        resume_from (`Any`):
-            What `train()` resumes from.
-        wait (`bool`, *optional*, defaults to `False`):
-            Whether to wait before.
-    """
+    """The next entry into `train()`."""
 
     incident: Incident
     resume_from: Any
@@ -47,15 +37,7 @@ class NextEntry:
 
 
 class Recovery:
-    """
-    Decides what to do about exceptions that leave `train()`, in one run of the wrapper.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer whose `train()` is entered.
-        run ([`Run`]):
-            The run.
-    """
+    """Decides what to do about exceptions that leave `train()`, in one run of the wrapper."""
 
     def __init__(self, trainer: Any, run: Run) -> None:
         self.run = run
@@ -69,22 +51,7 @@ class Recovery:
         self._can_enter_again = can_be_entered_again(trainer)
 
     def decide(self, error: BaseException, resume_from: Any) -> NextEntry | None:
-        """
-        Decides what to do about an exception that left `train()`.
-
-        Args:
-            error (`BaseException`):
-                The exception.
-            resume_from (`Any`):
-                What the entry it left had resumed from.
-
-        Returns:
-            [`NextEntry`]: `None` if it cannot be healed, and `cause` ends the run.
-
-        Raises:
-            UnrecoverableTrainingError: If the remedies are spent.
-            SystemExit: If the process has to end: it was preempted, or the device is lost.
-        """
+        """Decides what to do about an exception that left `train()`."""
         if self.cause is None or self._trained_again:
             self.cause = error
         entry = None

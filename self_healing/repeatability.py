@@ -19,17 +19,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Repeatability:
-    """
-    Relative difference of two computations of the same step.
-
-    Args:
-        loss (`float`):
-            Their losses.
-        gradient (`float`):
-            Their gradients: the norm of the difference.
-        noise (`float`):
-            Largest difference of gradients that kernels explain ([`tolerance`]).
-    """
+    """Relative difference of two computations of the same step."""
 
     loss: float
     gradient: float
@@ -56,10 +46,6 @@ def tolerance(dtype: torch.dtype) -> float:
     Returns the difference of two computations that is expected where nothing has been measured: of one element,
     relative to the largest of the elements compared; a sum of `n` of them may differ by the square root of `n` times
     that.
-
-    Args:
-        dtype (`torch.dtype`):
-            Type they are computed in; under autocast the lower one.
     """
     return max(_LEAST, _LAST_PLACES * torch.finfo(dtype).eps)
 
@@ -73,17 +59,7 @@ def lowest_precision(parameters: Iterable[torch.Tensor], *casts: torch.dtype | N
 
 @dataclass(frozen=True, slots=True)
 class StepPrint:
-    """
-    A fingerprint of a computed step, to compare another computation of it with.
-
-    Args:
-        loss (`float`):
-            Of the step.
-        sums (`torch.Tensor`):
-            Of the bits of each gradient, which differ for gradients that differ, except by chance.
-        sample (`torch.Tensor`):
-            Elements from all over the gradients.
-    """
+    """A fingerprint of a computed step, to compare another computation of it with."""
 
     loss: float
     sums: torch.Tensor
@@ -93,12 +69,6 @@ class StepPrint:
     def of(cls, loss: float, gradients: Sequence[torch.Tensor]) -> Self:
         """
         Reads every gradient once and copies none: of a model of 8B parameters and 300 tensors, 5 MB at most are kept.
-
-        Args:
-            loss (`float`):
-                Of the step.
-            gradients (`Sequence[torch.Tensor]`):
-                All there are, in the same order each time.
         """
         flat = [_local(gradient).detach().reshape(-1) for gradient in gradients]
         if not flat:
@@ -110,15 +80,7 @@ class StepPrint:
         return cls(loss, sums.cpu(), sample.cpu())
 
     def apart_from(self, other: StepPrint, dtype: torch.dtype) -> Repeatability | None:
-        """
-        Compares two computations; `None` if they are not of the same gradients, or not finite.
-
-        Args:
-            other ([`StepPrint`]):
-                Of the other computation.
-            dtype (`torch.dtype`):
-                Type they were computed in.
-        """
+        """Compares two computations; `None` if they are not of the same gradients, or not finite."""
         if self.sums.shape != other.sums.shape or self.sample.shape != other.sample.shape:
             return None
         scale = float(self.sample.norm())

@@ -28,17 +28,7 @@ _JITTER = random.SystemRandom()
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """
-    A call that failed and will be made again.
-
-    Args:
-        error (`Exception`):
-            The exception it raised.
-        attempt (`int`):
-            Number of that attempt, from 1.
-        seconds (`float`):
-            Wait before the next one.
-    """
+    """A call that failed and will be made again."""
 
     error: BaseException
     attempt: int

@@ -11,13 +11,7 @@ from .start_and_end import stop_speaking
 
 
 class RunEvents(Healer):
-    """
-    Logs what the incidents of a run come to, and writes down where it goes on before its state is saved or lost.
-
-    Args:
-        run ([`Run`]):
-            The run.
-    """
+    """Logs what the incidents of a run come to, and writes down where it goes on before its state is saved or lost."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

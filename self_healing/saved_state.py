@@ -19,23 +19,7 @@ class Stateful(Protocol):
 
 
 def completed(template: Mapping[str, Any], saved: Any, name: str, odd: list[str]) -> dict[str, Any]:
-    """
-    Completes a template with the values of a saved record that fit.
-
-    Args:
-        template (`Mapping[str, Any]`):
-            The record as it is without anything saved: all its keys, each with a value of the kind it should have.
-            A `None` takes any kind.
-        saved (`Any`):
-            The saved record.
-        name (`str`):
-            Its name in `odd`.
-        odd (`list[str]`):
-            Gets the names of keys that are missing or do not fit.
-
-    Returns:
-        The completed template.
-    """
+    """Completes a template with the values of a saved record that fit."""
     if not isinstance(saved, Mapping):
         odd.append(name)
         return dict(template)
@@ -49,19 +33,7 @@ def completed(template: Mapping[str, Any], saved: Any, name: str, odd: list[str]
 
 
 def take_over(part: Stateful, saved: Any, name: str, odd: list[str]) -> None:
-    """
-    Loads the saved state of a part, key by key; keys that it cannot take stay as they are in the part.
-
-    Args:
-        part ([`Stateful`]):
-            The part.
-        saved (`Any`):
-            Its saved `state_dict`.
-        name (`str`):
-            Its name in `odd`.
-        odd (`list[str]`):
-            Gets the names of keys that are missing or do not fit.
-    """
+    """Loads the saved state of a part, key by key; keys that it cannot take stay as they are in the part."""
     taken = part.state_dict()
     for key, value in completed(taken, saved, name, odd).items():
         if not _try_to_load(part, taken | {key: value}):

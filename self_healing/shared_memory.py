@@ -24,24 +24,13 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def directory_of(output_dir: str | os.PathLike[str]) -> Path:
-    """
-    Names the directory in shared memory of the runs that train into an `output_dir`.
-
-    Args:
-        output_dir (`str` or `PathLike`):
-            Directory the Trainer writes to.
-    """
+    """Names the directory in shared memory of the runs that train into an `output_dir`."""
     key = hashlib.sha256(os.path.realpath(output_dir).encode()).hexdigest()[:16]
     return ROOT / f"self-healing-{_user()}-{key}"
 
 
 def make_directory(path: Path) -> None:
-    """
-    Makes a directory in shared memory that only this user can look into.
-
-    Raises:
-        OSError: If it cannot be made, or is another user's: everybody may write there.
-    """
+    """Makes a directory in shared memory that only this user can look into."""
     for each in (path.parent, path):
         if each != ROOT:
             each.mkdir(mode=0o700, exist_ok=True)
@@ -71,12 +60,6 @@ def hold(directory: Path) -> int:
     """
     Marks a directory as in use until this process ends, by a lock: ids of processes are given out again, and those of
     a container that shares this memory say nothing here.
-
-    Returns:
-        `int`: the file descriptor, which holds the lock until it is closed.
-
-    Raises:
-        OSError: If that is not possible, or another process has it.
     """
     descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -118,16 +101,7 @@ def bytes_in(path: Path) -> int:
 
 
 def remove_states(output_dir: str | os.PathLike[str]) -> int:
-    """
-    Removes all that the runs of an `output_dir` have left in shared memory.
-
-    Args:
-        output_dir (`str` or `PathLike`):
-            Directory the Trainer writes to.
-
-    Returns:
-        `int`: the bytes that were freed.
-    """
+    """Removes all that the runs of an `output_dir` have left in shared memory."""
     directory = directory_of(output_dir)
     if not is_own(directory):
         return 0

@@ -74,15 +74,7 @@ def pause_speaking(run: Run) -> None:
 
 @_contained
 def stop_speaking(run: Run, left_by: BaseException | None) -> None:
-    """
-    Says what became of a run, and falls silent; does nothing where something else speaks, or nothing any more.
-
-    Args:
-        run ([`Run`]):
-            The run.
-        left_by (`BaseException`, *optional*):
-            What has ended its `train()`.
-    """
+    """Says what became of a run, and falls silent; does nothing where something else speaks, or nothing any more."""
     attachment = run.context.attachment
     terminal, attachment.terminal = attachment.terminal, None
     if terminal is not None:
@@ -93,17 +85,7 @@ def stop_speaking(run: Run, left_by: BaseException | None) -> None:
 
 @_contained
 def tell_start(run: Run, instrument: Instrument, wrapped: bool) -> None:
-    """
-    Says what is healed in a run, what is not, and where its journal is.
-
-    Args:
-        run ([`Run`]):
-            The run.
-        instrument ([`Instrument`]):
-            Attached to its trainer.
-        wrapped (`bool`):
-            Whether `SelfHealingTrainer` has entered `train()`.
-    """
+    """Says what is healed in a run, what is not, and where its journal is."""
     if run.journal.rank != 0:
         return
     config = run.context.config
@@ -155,15 +137,7 @@ def _tell_of_silent_rules(run: Run, instrument: Instrument) -> None:
 
 @_contained
 def tell_end(run: Run, left_by: BaseException | None) -> None:
-    """
-    Says how a run ended, and what its incidents come to.
-
-    Args:
-        run ([`Run`]):
-            The run.
-        left_by (`BaseException`, *optional*):
-            What has ended its `train()`.
-    """
+    """Says how a run ended, and what its incidents come to."""
     attachment, incidents = run.context.attachment, run.journal.of_all_ranks
     if run.journal.rank != 0 or attachment.trainer is None:
         return

@@ -21,13 +21,7 @@ _NAN = math.nan
 class StepRecorder(Healer):
     """
     Appends each step to the step log of the run, once it is judged: loss, gradient norm and its bound, learning rate,
-    memory, time. Several processes see the same numbers, and the first one writes them.
-
-    It comes after what judges and heals the step. A log that cannot be written is given up, and nothing else.
-
-    Args:
-        run ([`Run`]):
-            The run.
+    memory, time.
     """
 
     def __init__(self, run: Run) -> None:

@@ -8,20 +8,7 @@ from typing import Any
 
 
 def read_toml(path: str | os.PathLike[str], error: type[ValueError], advice: str = "") -> dict[str, Any]:
-    """
-    Reads a TOML file.
-
-    Args:
-        path (`str` or `os.PathLike`):
-            The file.
-        error (`type[ValueError]`):
-            What to raise if it is not TOML.
-        advice (`str`, *optional*):
-            What to look at, added to the message where it is not.
-
-    Raises:
-        `OSError`: if it cannot be read.
-    """
+    """Reads a TOML file."""
     content = Path(path).read_bytes()
     try:
         # utf-8-sig, because some editors put an invisible mark at the start that TOML refuses. With the line break,

@@ -21,12 +21,7 @@ logger = logging.getLogger("self_healing")
 
 
 class _Within(SelfHealingTrainer):
-    """
-    The wrapper, within a call of `train()` that is under way.
-
-    It enters that of transformers again, and not the trainer's own: a subclass that does something before and after
-    `super().train()` is in the middle of it.
-    """
+    """The wrapper, within a call of `train()` that is under way."""
 
     def __init__(
         self, trainer: Any, plain: Callable[..., TrainOutput], config: HealingConfig | Mapping[str, Any] | None
@@ -41,23 +36,7 @@ class _Within(SelfHealingTrainer):
 def way_in(
     trainer: Any, plain: Callable[..., TrainOutput], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Callable[[], TrainOutput]:
-    """
-    Finds how a call of `train()` is to be made: healed, or as it is.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        plain (`Callable`):
-            `train()` of its class in transformers.
-        args (`Sequence`), kwargs (`Mapping`):
-            What the program calls it with.
-
-    Returns:
-        `Callable[[], TrainOutput]`: The call.
-
-    Raises:
-        ConfigurationError: If `SELF_HEALING_PRESET` of this process names no preset.
-    """
+    """Finds how a call of `train()` is to be made: healed, or as it is."""
     as_it_is = functools.partial(plain, trainer, *args, **kwargs)
     if is_adopted(trainer):
         # Entered by a wrapper that the program has made itself.

@@ -30,15 +30,7 @@ AWAITED = "transformers.trainer"
 
 
 class Awaiting(MetaPathFinder):
-    """
-    Finds one module as the others would, and has something done with it once it has been executed.
-
-    Args:
-        name (`str`):
-            The module.
-        then (`Callable[[ModuleType], None]`):
-            What to do.
-    """
+    """Finds one module as the others would, and has something done with it once it has been executed."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -76,17 +68,7 @@ def install() -> None:
 
 
 def heal_trainers_of(module: ModuleType) -> None:
-    """
-    Has `train()` of every trainer of this process entered through [`SelfHealingTrainer`].
-
-    The class is changed, and not an instance: the program is the user's, and makes its instances itself. That of
-    transformers is, and no subclass: what a subclass does before and after `super().train()` is done once, however
-    often training is entered again.
-
-    Args:
-        module (`ModuleType`):
-            `transformers.trainer`.
-    """
+    """Has `train()` of every trainer of this process entered through [`SelfHealingTrainer`]."""
     if importlib.util.find_spec("self_healing") is None:
         _say(
             f"Nothing is healed in this process: its Python, {sys.executable}, has no self-healing-trl. Please "
@@ -97,13 +79,7 @@ def heal_trainers_of(module: ModuleType) -> None:
 
 
 def healed(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """
-    Gives a `train()` that trains healed, and plainly where that cannot be had.
-
-    Args:
-        plain (`Callable`):
-            That of the class.
-    """
+    """Gives a `train()` that trains healed, and plainly where that cannot be had."""
 
     @functools.wraps(plain)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:

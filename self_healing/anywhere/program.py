@@ -31,15 +31,7 @@ print("hooked" if hooked else "deaf", "found" if ours else "missing")
 
 
 class ProgramError(Exception):
-    """
-    The program cannot be run, or would not be healed.
-
-    Args:
-        message (`str`):
-            Why, and what to do.
-        code (`int`):
-            The exit code that says so: 127, 126 or 2.
-    """
+    """The program cannot be run, or would not be healed."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -47,16 +39,7 @@ class ProgramError(Exception):
 
 
 def find_program(command: Sequence[str]) -> str:
-    """
-    Finds the program of a command as a shell does.
-
-    Args:
-        command (`Sequence[str]`):
-            The program and its arguments.
-
-    Raises:
-        ProgramError: If there is none, or it cannot be executed.
-    """
+    """Finds the program of a command as a shell does."""
     name = command[0]
     found = shutil.which(name)
     if found is not None:
@@ -79,15 +62,7 @@ def find_program(command: Sequence[str]) -> str:
 
 
 def python_of(program: str, arguments: Sequence[str]) -> list[str] | None:
-    """
-    Finds the Python that runs a program, with the options it is given; `None` for what is not Python.
-
-    Args:
-        program (`str`):
-            The file.
-        arguments (`Sequence[str]`):
-            Of the program, which are Python's own where it is one.
-    """
+    """Finds the Python that runs a program, with the options it is given; `None` for what is not Python."""
     if _is_python(program):
         return [program, *_options_in(arguments)]
     try:
@@ -131,18 +106,7 @@ def _options_in(arguments: Sequence[str]) -> list[str]:
 
 
 def refuse_what_would_not_be_healed(python: Sequence[str], given: Mapping[str, str]) -> None:
-    """
-    Asks a Python whether it hears of us, before a program runs for hours that is not healed.
-
-    Args:
-        python (`Sequence[str]`):
-            The Python, with its options.
-        given (`Mapping[str, str]`):
-            The environment it will have.
-
-    Raises:
-        ProgramError: If it does not.
-    """
+    """Asks a Python whether it hears of us, before a program runs for hours that is not healed."""
     answer = subprocess.run(
         [*python, "-c", _QUESTION], env=given, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     ).stdout.split()
@@ -165,20 +129,7 @@ def refuse_what_would_not_be_healed(python: Sequence[str], given: Mapping[str, s
 
 
 def become(program: str, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """
-    Puts a program in the place of this process: signals, terminal and exit code are its own.
-
-    Args:
-        program (`str`):
-            The file.
-        command (`Sequence[str]`):
-            How it was called, with its arguments.
-        environment (`Mapping[str, str]`):
-            Its environment.
-
-    Raises:
-        ProgramError: If it cannot be executed.
-    """
+    """Puts a program in the place of this process: signals, terminal and exit code are its own."""
     # Python ignores these, and what is ignored stays so in the program that follows.
     for name in ("SIGPIPE", "SIGXFSZ"):
         if hasattr(signal, name):

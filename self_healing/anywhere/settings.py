@@ -19,18 +19,7 @@ SITE = Path(__file__).parent / "site"
 
 
 def read_settings(path: Path) -> HealingConfig:
-    """
-    Reads a TOML file of settings, for a program that may look for files from elsewhere.
-
-    Args:
-        path (`Path`):
-            The file.
-
-    Raises:
-        ConfigurationError: If a setting in it cannot be used, or the `rules_file` it names cannot be read.
-        RuleError: If a rule in that file cannot be used.
-        OSError: If the file itself cannot be read.
-    """
+    """Reads a TOML file of settings, for a program that may look for files from elsewhere."""
     config = HealingConfig.from_toml(path)
     if config.rules_file is None:
         return config
@@ -46,16 +35,7 @@ def read_settings(path: Path) -> HealingConfig:
 
 
 def environment(config: HealingConfig | None = None, given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """
-    Gives the environment in which the trainers of a program, and of the processes it starts, are healed.
-
-    Args:
-        config ([`HealingConfig`], *optional*):
-            The settings. Left out, each process takes the preset that `SELF_HEALING_PRESET` names there, which may
-            have been set by then: by the script, or under `env` in the YAML file of TRL's command line.
-        given (`Mapping[str, str]`, *optional*):
-            The environment to add to. Defaults to that of this process.
-    """
+    """Gives the environment in which the trainers of a program, and of the processes it starts, are healed."""
     given = os.environ if given is None else given
     before = [each for each in given.get("PYTHONPATH", "").split(os.pathsep) if Path(each) != SITE]
     return {
@@ -75,9 +55,6 @@ def given_settings() -> HealingConfig | None:
 def settings_of_the_process() -> HealingConfig:
     """
     The settings of this process: those that `self-healing run` was given, else the preset of `SELF_HEALING_PRESET`.
-
-    Raises:
-        ConfigurationError: If there is no such preset.
     """
     given = given_settings()
     if given is not None:

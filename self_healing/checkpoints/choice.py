@@ -102,25 +102,7 @@ def resolve_checkpoint(
     passed_over: list[Verdict],
     readers: Readers = ON_ONE_DISK,
 ) -> Verdict | None:
-    """
-    Finds the checkpoint that a request to resume means.
-
-    Args:
-        requested (`str`, `PathLike` or `bool`):
-            `True` for the newest one that can be resumed from, `"auto"` for the same or a fresh start, or a path.
-        output_dir (`str` or `Path`):
-            Of the run.
-        passed_over (`list[Verdict]`):
-            Gets the verdicts on those that cannot be resumed from.
-        readers ([`Readers`], *optional*):
-            The ranks that are to resume from it.
-
-    Returns:
-        [`Verdict`]: On the one to resume from; `None` for a fresh start.
-
-    Raises:
-        CheckpointError: If there is none, or the one that was asked for cannot be resumed from.
-    """
+    """Finds the checkpoint that a request to resume means."""
     if requested is False:
         return None
     if requested is True or requested == "auto":
@@ -166,15 +148,7 @@ def _none_at_all(output_dir: str | Path, passed_over: list[Verdict]) -> str:
 
 
 def check_resumed(checkpoint: Path, output_dir: str | Path) -> str | None:
-    """
-    Checks a checkpoint that the plain Trainer has loaded against its marker.
-
-    Returns:
-        A warning for the user who trains on from it; `None` if there is nothing to say.
-
-    Raises:
-        CheckpointError: If it is not what its marker says was written.
-    """
+    """Checks a checkpoint that the plain Trainer has loaded against its marker."""
     breach = breach_of_marker(checkpoint)
     if breach is not None:
         raise _refused(checkpoint, breach, output_dir)
@@ -191,10 +165,7 @@ def check_resumed(checkpoint: Path, output_dir: str | Path) -> str | None:
 
 
 def newest_checkpoint_of(run: str, output_dir: str, verified: bool = False) -> str | None:
-    """
-    Finds the newest checkpoint of a run that can be resumed from; those of other runs are passed by. With `verified`,
-    healthy steps must have come after it.
-    """
+    """Finds the newest checkpoint of a run that can be resumed from; those of other runs are passed by."""
     newest = newest_verdict_of(run, output_dir, [], verified)
     return None if newest is None else newest.path
 
@@ -276,10 +247,7 @@ def writes_checkpoints(args: TrainingArguments) -> bool:
 def refuse_unwritable(args: TrainingArguments) -> None:
     """
     Tries whether checkpoints can be written, before the first step: a run that finds out at its end has trained in
-    vain. Only warns if none are to be written. Collective: each rank tries that has a part to write.
-
-    Raises:
-        ConfigurationError: On all ranks, if one can never write anything there.
+    vain.
     """
     why = _why_unwritable(Path(str(args.output_dir))) if writes_checkpoints(args) else None
     if not consensus.any_rank("output_dir cannot be written", why is not None, args.device):

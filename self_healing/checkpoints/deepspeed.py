@@ -114,14 +114,6 @@ def check_deepspeed(checkpoint: Path, step: int | None, findings: Findings) -> N
     """
     Refuses a checkpoint if what DeepSpeed would load lacks the part of a rank, is torn or of another step, or holds
     weights that are not finite.
-
-    Args:
-        checkpoint (`Path`):
-            The checkpoint directory.
-        step (`int`, *optional*):
-            Optimizer steps finished, as the Trainer has counted them; `None` for a caller that loads weights alone.
-        findings ([`Findings`]):
-            Gets what was not looked at, and by how many ranks it was written.
     """
     pointers = [file for name in (_LATEST, _LATEST_UNIVERSAL) if (file := checkpoint / name).is_file()]
     if not pointers:
@@ -191,19 +183,7 @@ def _check_files(folder: _Folder) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ZeroJob:
-    """
-    How a job uses DeepSpeed, as far as its checkpoints depend on it.
-
-    Args:
-        processes (`int`, *optional*):
-            Ranks that share the optimizer state; `None` if that is not known.
-        stage (`int`):
-            Of ZeRO.
-        bf16 (`bool`):
-            Whether it trains in bf16.
-        universal (`bool`):
-            Whether it is to load a universal checkpoint.
-    """
+    """How a job uses DeepSpeed, as far as its checkpoints depend on it."""
 
     processes: int | None
     stage: int

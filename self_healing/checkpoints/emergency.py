@@ -49,14 +49,7 @@ def save_emergency_checkpoint(
 ) -> ResumePoint | None:
     """
     Writes the state as of the last finished step, after an exception left `train()`: a resume, ours or the plain
-    Trainer's, continues from it bit for bit. What fails is tried once more.
-
-    Where the disk was the reason, `give_way` says whether there is more room now; `about_to_write` is told where it
-    will be, and what its marker will say; with `heals`, a state that is not finite is healed first.
-
-    Returns:
-        Where to resume, or `None` where no such state exists: the exception came out of `optimizer.step()` itself,
-        the weights are not finite, or several processes train together (the others may not be able to save).
+    Trainer's, continues from it bit for bit.
     """
     if consensus.world_size() > 1:
         return None
@@ -121,10 +114,7 @@ def write_again(
 ) -> bool:
     """
     Writes a checkpoint once more after what it owed is done, beside the one before, which is removed when the new one
-    is whole. A process that is killed at any time leaves one of them.
-
-    Returns:
-        Whether it was; otherwise the checkpoint is as it was, and owes what it did.
+    is whole.
     """
     before = load_marker(checkpoint) or {}
     new: Path | None = None
@@ -164,12 +154,7 @@ def _switch(new: Path, old: Path) -> None:
 
 
 def publish(emergency: str, output_dir: str) -> str:
-    """
-    Puts an emergency checkpoint among the regular ones, where `resume_from_checkpoint=True` finds it.
-
-    Returns:
-        Where it is now: a regular checkpoint of that step stays in its place, and the emergency one in its own.
-    """
+    """Puts an emergency checkpoint among the regular ones, where `resume_from_checkpoint=True` finds it."""
     regular = Path(output_dir) / Path(emergency).name
     if regular.exists():
         return emergency

@@ -78,9 +78,6 @@ def checkpoints_in(output_dir: str | Path) -> list[Path]:
     """
     Lists all that is called a checkpoint in an output directory, newest first; of the same step the regular one comes
     first, then the emergency one, then one that was to take its place, then the one in `last-known-good/`.
-
-    Last come those beside the regular ones that an earlier run in this directory left behind: regular ones of fewer
-    steps were written after them.
     """
     regular = numbered(Path(output_dir))
     found = [(False, -number, 0, entry) for number, entry in regular]
@@ -119,25 +116,6 @@ def write_marker(
 ) -> None:
     """
     Marks a checkpoint as complete, after everything else in it was written; the marker appears whole or not at all.
-
-    Args:
-        checkpoint (`Path`):
-            The checkpoint directory.
-        run (`str`):
-            The run it belongs to.
-        step (`int`):
-            Optimizer steps finished.
-        bookkeeping (`dict`):
-            Running loss, metrics and token counts as of that step.
-        emergency (`bool`):
-            Whether it was written because of an exception.
-        standing (`str`, *optional*, defaults to `"unverified"`):
-            `"verified"` once enough healthy steps came after it, `"suspect"` if it was written while the run was bad.
-        finite (`bool`, *optional*):
-            Whether every weight, buffer and optimizer state was finite when it was written; `None` if that was not
-            looked at, and then it never becomes verified.
-        later ([`ChecksumQueue`], *optional*):
-            Adds the checksums of a large checkpoint; without one they are computed at once.
     """
     # Without the random state of one process, which a resume gets over. Of several it shows that each has written.
     needed = (file for file in files_of(checkpoint) if file.name != "rng_state.pth")
@@ -162,11 +140,7 @@ def write_marker(
 
 
 class ChecksumQueue:
-    """
-    Adds the checksums of the large checkpoints of a run to their markers, in threads for which no step waits.
-
-    A process that ends before they are computed leaves a marker without them.
-    """
+    """Adds the checksums of the large checkpoints of a run to their markers, in threads for which no step waits."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []

@@ -54,17 +54,7 @@ class _Followed:
 
 
 class RunCheckpoints:
-    """
-    Follows the checkpoints of one run: each is unverified until healthy steps have come after it. The last good ones
-    are kept in `last-known-good/` as hard links, which need no space of their own while the checkpoint itself is
-    there.
-
-    Once rotation has removed the checkpoint itself, they hold the space it held. So they give way whenever another
-    checkpoint would not fit beside them, and none is kept where there is no room for it and the one after it.
-
-    Every rank has one and may call it; only the first rank, if it saves, does anything. What the file system refuses
-    is told once and never stops the training.
-    """
+    """Follows the checkpoints of one run: each is unverified until healthy steps have come after it."""
 
     def __init__(self, config: HealingConfig, journal: Journal) -> None:
         self._config = config
@@ -120,8 +110,7 @@ class RunCheckpoints:
     def about_to_save(self, step: int) -> None:
         """
         Called before a regular checkpoint is written, in case the run comes by a step for the second time: the files
-        of the first are not to be overwritten where they lie. The links in `last-known-good/` lead to the same files,
-        and a process killed in between would leave half of each, which cannot be told from a whole one.
+        of the first are not to be overwritten where they lie.
         """
         if not self._follows:
             return
@@ -167,10 +156,7 @@ class RunCheckpoints:
     # ---- trusting ----
 
     def verify_up_to(self, step: int) -> None:
-        """
-        Marks those up to a step as verified, if they are finite: enough healthy steps came after it. A NaN in a row of
-        an embedding that no batch reads is seen in no loss.
-        """
+        """Marks those up to a step as verified, if they are finite: enough healthy steps came after it."""
         good = [number for number in self._waiting() if number <= step]
         if not good:
             return
@@ -185,20 +171,7 @@ class RunCheckpoints:
                 self._pin_until_known(max(waiting))
 
     def distrust(self, after: int, until: int, incident: str, verified: bool = False) -> tuple[int, ...]:
-        """
-        Marks as suspect what was written between the state the run goes back to and the fault.
-
-        Args:
-            after (`int`), until (`int`):
-                The step of the state gone back to, and that of the fault: checkpoints of later steps do not hold it.
-            incident (`str`):
-                Its id, which the marker names.
-            verified (`bool`, *optional*, defaults to `False`):
-                Whether verified ones are suspect, too: states as good as they were have turned out to be bad.
-
-        Returns:
-            `tuple[int, ...]`: the steps of those that are suspect now.
-        """
+        """Marks as suspect what was written between the state the run goes back to and the fault."""
         trusted = ("suspect",) if verified else ("suspect", "verified")
         suspects = tuple(
             number
@@ -438,12 +411,7 @@ def _remove_checkpoint(checkpoint: Path) -> None:
 
 
 def remove_torn(checkpoint: Path) -> str | None:
-    """
-    Removes a checkpoint; what is left of it, however far that gets, is not taken for a whole one.
-
-    Returns:
-        Why not all of it is gone; `None` if it is.
-    """
+    """Removes a checkpoint; what is left of it, however far that gets, is not taken for a whole one."""
     failed: OSError | None = None
     for name in (MARKER_FILE, STATE_FILE):
         try:
@@ -484,10 +452,6 @@ def disk_full(error: Exception, checkpoint: Path) -> Exception | None:
     """
     Finds out whether a checkpoint, still there in part, could not be written because the disk is full: torch does not
     say.
-
-    Returns:
-        [`DiskFull`] in the place of the error; the error itself where there is room enough, so that it is a quota that
-        is used up, or another's disk; `None` if it is no full disk.
     """
     try:
         usage, folder = shutil.disk_usage(checkpoint.parent), checkpoint.parent

@@ -207,11 +207,7 @@ def first_bad(value: Any, name: str, masks: bool = False, inf: bool = False) -> 
 
 
 def is_bad(tensor: torch.Tensor, masks: bool = False, inf: bool = False) -> bool:
-    """
-    Whether a tensor holds NaN or Inf; in pieces, so that it needs no memory of its own.
-
-    With `masks`, one of 0 and -Inf only is fine: a causal mask kept as a buffer. With `inf`, only NaN is bad.
-    """
+    """Whether a tensor holds NaN or Inf; in pieces, so that it needs no memory of its own."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point() or tensor.layout is not torch.strided:

@@ -40,26 +40,7 @@ _OF_RANK = re.compile(r"rng_state_(\d+)\.pth")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """
-    The judgement of a checkpoint.
-
-    Args:
-        path (`str`):
-            The directory.
-        step (`int`, *optional*):
-            Optimizer steps finished, as far as it can be known.
-        usable (`bool`):
-            Whether it can be resumed from.
-        reason (`str`):
-            Why not; or what was found and what could not be looked at.
-        standing (`str`):
-            `"verified"` (healthy steps came after it), `"unverified"`, `"suspect"`, or `"unmarked"` (written without
-            this library).
-        doubts (`tuple[str, ...]`):
-            Warnings for the user who resumes from it.
-        whole (`bool`):
-            Whether every rank had written its part; one that is not is resumed from if there is no other.
-    """
+    """The judgement of a checkpoint."""
 
     path: str
     step: int | None
@@ -72,15 +53,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """
-    The ranks that are to resume from a checkpoint, where machines have disks of their own.
-
-    Args:
-        here (`Collection[int]`, *optional*):
-            Those whose parts are on the disk of the first one; `None` if all are.
-        refused (`Mapping[str, str]`):
-            Which of them cannot read a checkpoint, and why, by its path.
-    """
+    """The ranks that are to resume from a checkpoint, where machines have disks of their own."""
 
     here: Collection[int] | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -321,10 +294,7 @@ def _optimizer_files(checkpoint: Path) -> list[Path]:
 
 
 def _check_random_states(checkpoint: Path, findings: Findings, ranks: int, here: Collection[int] | None) -> None:
-    """
-    Names the random states that are missing, or torn, which a resume gets over. Those of ranks show that they had
-    written their part when they were killed: the first one writes the state of the Trainer without waiting for them.
-    """
+    """Names the random states that are missing, or torn, which a resume gets over."""
     there = [file for file in sorted(checkpoint.glob("rng_state*.pth")) if _is_whole(file, findings)]
     if not there:
         findings.doubts.append("no rng_state.pth, so a resume draws other random numbers")

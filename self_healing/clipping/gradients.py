@@ -19,13 +19,6 @@ Parameters = nn.Module | Iterable[Tensor]
 def total_gradient_norm(parameters: Parameters) -> Tensor:
     """
     Returns the 2-norm of all gradients together, as a tensor without dimensions on the device of the first gradient.
-
-    It is that of `torch.nn.utils.get_total_norm`, and for sharded gradients that of the whole, not of the shard: then
-    all ranks have to call it. Gradients on several device meshes, or sharded ones next to plain ones, are supported.
-
-    Args:
-        parameters (`nn.Module` or iterable of `Tensor`):
-            The parameters whose gradients count; those without a gradient are left out.
     """
     groups = by_mesh(_gradients(parameters))
     if not groups:
@@ -36,15 +29,7 @@ def total_gradient_norm(parameters: Parameters) -> Tensor:
 
 @torch.no_grad()
 def scale_gradients(parameters: Parameters, factor: float) -> None:
-    """
-    Multiplies all gradients by a number, in place. With a factor of 1 nothing is touched.
-
-    Args:
-        parameters (`nn.Module` or iterable of `Tensor`):
-            The parameters whose gradients are scaled; those without a gradient are left out.
-        factor (`float`):
-            The number; finite and at least 0.
-    """
+    """Multiplies all gradients by a number, in place."""
     if not 0 <= factor < math.inf:
         raise ValueError(f"Gradients cannot be scaled by {factor}. Please give a finite factor that is at least 0.")
     if factor == 1:

@@ -15,23 +15,7 @@ from .gradients import Parameters, scale_gradients, tensors_of, total_gradient_n
 
 @dataclass(frozen=True, slots=True)
 class ClipResult:
-    """
-    Result of [`ZClip`] for one step.
-
-    Args:
-        norm (`float`):
-            Total norm before clipping.
-        factor (`float`):
-            Factor the gradients were multiplied by; 1 if they were not touched.
-        limit (`float` or `None`):
-            Norm that they were clipped to. `None` if they were not.
-        z (`float` or `None`):
-            Standard deviations that the norm lies above the mean, see [`ClipDecision`].
-        mean (`float` or `None`):
-            The mean that the norm was judged by. `None` during warm-up.
-        std (`float` or `None`):
-            The standard deviation that the norm was judged by. `None` during warm-up.
-    """
+    """Result of [`ZClip`] for one step."""
 
     norm: float
     factor: float

@@ -22,15 +22,7 @@ def raise_if_any(problems: list[str]) -> None:
 
 
 def value_problems(schema: Schema, values: Mapping[str, Any]) -> list[str]:
-    """
-    Lists what is wrong with values, one by one and, if nothing is, with each other.
-
-    Args:
-        schema (`Schema`):
-            The settings there are.
-        values (`Mapping[str, Any]`):
-            A value for each of them, by name.
-    """
+    """Lists what is wrong with values, one by one and, if nothing is, with each other."""
     problems = []
     for name, value in values.items():
         allowed = schema[name].unmet(value)

@@ -9,8 +9,6 @@ from typing import Any
 class LeftOut:
     """
     The default of a setting that presets change, as parsers of command lines hand it over where nothing was given.
-
-    Only so can a preset give way to a value that is given and equal to the default.
     """
 
     value: Any
@@ -20,11 +18,7 @@ class LeftOut:
 
 
 class Switch(argparse.Action):
-    """
-    `--name` and `--no_name`, for a setting that is on by default and that presets change.
-
-    `HfArgumentParser` makes the second one only where the default is `True` itself, and not [`LeftOut`].
-    """
+    """`--name` and `--no_name`, for a setting that is on by default and that presets change."""
 
     def __call__(
         self,

@@ -10,12 +10,7 @@ from .setting import ConfigurationError
 
 
 def as_config(given: HealingConfig | Mapping[str, Any] | None) -> HealingConfig:
-    """
-    Returns the config that was asked for: itself, one made of a mapping, or the defaults.
-
-    Raises:
-        `ConfigurationError`: if it is none of these, or a setting cannot be used.
-    """
+    """Returns the config that was asked for: itself, one made of a mapping, or the defaults."""
     if given is None:
         return HealingConfig()
     if isinstance(given, HealingConfig):

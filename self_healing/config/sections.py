@@ -11,12 +11,7 @@ from .setting import SECTIONS, ConfigurationError
 
 
 def values_in(config: Mapping[str, Any], schema: Schema) -> tuple[dict[str, Any], list[str]]:
-    """
-    Takes the values of settings out of a mapping that names them by themselves, by section, or both.
-
-    Returns:
-        `tuple[dict[str, Any], list[str]]`: the values by name, and what is wrong with names and places.
-    """
+    """Takes the values of settings out of a mapping that names them by themselves, by section, or both."""
     if not isinstance(config, Mapping):
         raise ConfigurationError(
             f"The settings are {reprlib.repr(config)} ({type(config).__name__}), but must be a mapping of names "

@@ -24,12 +24,7 @@ class ConfigurationError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """
-    Annotates a field of [`HealingConfig`] with its section in TOML and the numbers it takes.
-
-    It rides on the field's annotation and not in its metadata, because `HfArgumentParser` hands everything it finds in
-    the metadata to `argparse.add_argument`, which refuses what it does not know.
-    """
+    """Annotates a field of [`HealingConfig`] with its section in TOML and the numbers it takes."""
 
     section: str
     at_least: float | None = None

@@ -18,34 +18,7 @@ PREVIEW_LENGTH = 200
 
 @dataclass(frozen=True, slots=True)
 class BadSample:
-    """
-    One sample that cannot be used. What is not known is `None`.
-
-    Args:
-        problem (`str`):
-            `"loading"` or `"collation"` where it raised, twice; else the name of a [`Problem`], such as `"empty"`.
-        error_type (`str`), error (`str`):
-            Type and message of what it raised; without a type, the text of the problem.
-        raised_at (`str`, *optional*):
-            File and line.
-        dataset_index (`int`, *optional*):
-            Its position in the training data, for data that can be indexed.
-        shard (`int`, *optional*), stream_ordinal (`int`, *optional*):
-            For a stream: the shard it is in (without shards: the data loader worker), and how many samples come before
-            it there.
-        stage (`int`, *optional*):
-            For a stream: which of its functions raised, from the source on.
-        preview (`str`, *optional*):
-            The beginning of its text.
-        attempts (`int`, *optional*, defaults to 2):
-            Times it was tried.
-        replaced_by (`int`, *optional*):
-            The index of the sample in its place; in a stream it is the one that comes next.
-        worker (`int`, *optional*):
-            The data loader worker that found it; `None` for the training process.
-        text_hash (`str`, *optional*):
-            What tells it apart where neither its text nor that of the exception is kept.
-    """
+    """One sample that cannot be used."""
 
     problem: str
     error_type: str

@@ -16,17 +16,7 @@ from .substitutes import Supply, no_substitute
 
 
 class GuardedCollator(Proxy):
-    """
-    Replaces the samples for which a collator raises, and those of a batch in which no token counts.
-
-    Args:
-        wrapped (`Callable`):
-            The collator.
-        guard ([`Guard`]):
-            Shared with the dataset.
-        supply ([`Supply`]):
-            The guarded dataset.
-    """
+    """Replaces the samples for which a collator raises, and those of a batch in which no token counts."""
 
     _own = frozenset({"wrapped", "guard", "supply", "labelled_substitutes"})
 

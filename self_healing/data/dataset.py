@@ -15,15 +15,7 @@ from .substitutes import candidates, no_substitute
 
 
 class GuardedDataset(Proxy):
-    """
-    Replaces the samples of a dataset that cannot be loaded or are bad once they are.
-
-    Args:
-        wrapped (`Any`):
-            The dataset.
-        guard ([`Guard`]):
-            Shared with the collator.
-    """
+    """Replaces the samples of a dataset that cannot be loaded or are bad once they are."""
 
     _own = frozenset({"wrapped", "guard"})
 

@@ -61,19 +61,7 @@ class CallResult:
 
 
 class Guard:
-    """
-    State that the guards of one data loader share, and the calls they make.
-
-    Args:
-        known ([`KnownBadSamples`]):
-            The bad samples found so far, where new ones are added.
-        seed (`int`):
-            Of the run; which sample replaces which depends on nothing else.
-        retry (`Callable`, *optional*):
-            Makes a call of dataset or collator again, as `retry(function)`, when the network has failed.
-        names_only (`bool`, *optional*, defaults to `False`):
-            Whether bad samples are only named in the exception they raise.
-    """
+    """State that the guards of one data loader share, and the calls they make."""
 
     def __init__(
         self,
@@ -127,12 +115,7 @@ class Guard:
         return self.retry(attempt)  # type: ignore[no-any-return]
 
     def attempt(self, function: Callable[..., T], *arguments: Any) -> CallResult:
-        """
-        Calls code that is given several samples, or one that was loaded already.
-
-        Raises:
-            LetPass: For an exception that says nothing about a sample.
-        """
+        """Calls code that is given several samples, or one that was loaded already."""
         try:
             return CallResult(self.call(function, *arguments))
         except BaseException as error:
@@ -145,15 +128,6 @@ class Guard:
         """
         Calls code that loads samples, where a failure of network, disk or memory may be that of one sample: a dead
         link, a bad sector, a header that asks for too much.
-
-        Args:
-            function (`Callable`):
-                What to call, with the further arguments.
-            patient (`bool`, *optional*, defaults to `True`):
-                Whether it is called again when the network fails.
-
-        Raises:
-            LetPass: For an exception that says nothing about a sample.
         """
         try:
             return CallResult(self.call(function, *arguments) if patient else function(*arguments))
@@ -165,12 +139,7 @@ class Guard:
             return CallResult(None, error)
 
     def raise_if_not_the_sample(self, error: BaseException) -> None:
-        """
-        Returns for an exception that a sample may be to blame for.
-
-        Raises:
-            LetPass: For any other.
-        """
+        """Returns for an exception that a sample may be to blame for."""
         if isinstance(error, LetPass):
             raise error
         if isinstance(error, DataSourceError) or classify_exception(error) in _NOT_THE_SAMPLE:

@@ -61,18 +61,7 @@ class LoadCalls(Protocol):
 
 
 class SampleHealer(Healer):
-    """
-    Guards the data of a run, and reports what the guards find.
-
-    Args:
-        run ([`RunContext`]):
-            The run; its configuration has `on_bad_sample`, `max_bad_data_fraction`, and the settings that begin with
-            `retry_`.
-        quarantine ([`Quarantine`]):
-            Where bad samples are written down.
-        calls ([`LoadCalls`]):
-            Makes calls that load a sample in this process again where that may help.
-    """
+    """Guards the data of a run, and reports what the guards find."""
 
     def __init__(self, run: RunContext, quarantine: Quarantine, calls: LoadCalls) -> None:
         self.run = run

@@ -25,25 +25,6 @@ POISON = "it makes a step non-finite"
 class KnownBadSamples:
     """
     Samples of one data set that are not to be used: added by the guards of any process, and known to all of them.
-
-    A guard in a data loader worker has no other way to the training process than a line in `quarantine.jsonl`, which
-    is read when it has grown. Nothing is created before there is something to write.
-
-    Args:
-        path (`Path`):
-            `quarantine.jsonl`.
-        run (`str`):
-            The run; only its own lines are believed, as the data may have been repaired since an earlier one.
-        fingerprint (`str`):
-            Of the data set; lines about another one are not believed.
-        blocked (`dict[int | str, str]`):
-            What is not to be used, by name, and why. Shared with the [`Quarantine`], which saves it.
-        rank (`int`, *optional*, defaults to 0):
-            This process.
-        keep_text (`bool`, *optional*, defaults to `True`):
-            Whether the text of samples may be written down.
-        dropped_in (`dict[int | str, int]`, *optional*):
-            The step in which a row was dropped first, by name. Shared as well.
     """
 
     def __init__(
@@ -88,15 +69,7 @@ class KnownBadSamples:
         return sample if self._keep_text else sample.without_text()
 
     def add(self, sample: BadSample, replaced_by: SampleName | None = None) -> None:
-        """
-        Blocks a sample, and writes it down for the other processes. A file that cannot be written is reported.
-
-        Args:
-            sample ([`BadSample`]):
-                The sample.
-            replaced_by (`int` or `str`, *optional*):
-                The sample in its place. Only an index is written down: in a stream it is the next one.
-        """
+        """Blocks a sample, and writes it down for the other processes."""
         if isinstance(replaced_by, int):
             sample = replace(sample, replaced_by=replaced_by)
         sample = self._as_written(sample)
@@ -129,14 +102,7 @@ class KnownBadSamples:
         logger.info("%s raised %s; the second attempt succeeded.", what, raised)
 
     def read_new_lines(self, before: int | None = None) -> None:
-        """
-        Reads what other processes have written since the last time, if they have.
-
-        Args:
-            before (`int`, *optional*):
-                Where the run goes on from: a row that was dropped in a later step is dropped there again. With another
-                one in its place, that step would be another one.
-        """
+        """Reads what other processes have written since the last time, if they have."""
         try:
             if os.stat(self.path).st_size <= self._read:
                 return

@@ -25,17 +25,7 @@ _GIVE_UP_AFTER = 3
 
 
 class LabelledSubstitutes:
-    """
-    Looks for samples with labels in place of samples without.
-
-    Args:
-        collator (`Callable`):
-            The collator.
-        guard ([`Guard`]):
-            Shared with the dataset.
-        supply ([`Supply`]):
-            The guarded dataset.
-    """
+    """Looks for samples with labels in place of samples without."""
 
     def __init__(self, collator: Callable[[Any], Any], guard: Guard, supply: Supply) -> None:
         self._collator = collator

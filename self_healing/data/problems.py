@@ -19,15 +19,7 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """
-    Defect of a sample that can be loaded and collated, and cannot be trained on.
-
-    Args:
-        name (`str`):
-            The `problem` of a [`BadSample`].
-        text (`str`):
-            What it is, without any text of the sample.
-    """
+    """Defect of a sample that can be loaded and collated, and cannot be trained on."""
 
     name: str
     text: str
@@ -38,12 +30,7 @@ NO_LABELS = Problem("no_labels", "all labels are -100: none of its tokens counts
 
 
 def find_problem(sample: Any) -> Problem | None:
-    """
-    Finds what is wrong with a sample as the dataset gives it; called for each one that is loaded.
-
-    Returns:
-        [`Problem`]: `None` for a sample that can be used.
-    """
+    """Finds what is wrong with a sample as the dataset gives it; called for each one that is loaded."""
     # A dictionary is known at once; abstract classes are asked for in twice the time.
     if type(sample) is not dict and not isinstance(sample, Mapping):
         return None
@@ -60,11 +47,7 @@ def _is_empty(ids: Any) -> bool:
 
 
 def has_no_labels(batch: Any) -> bool:
-    """
-    Whether none of the tokens of a batch counts in the loss.
-
-    Its labels are integers of shape (B, T) on the CPU; of any other batch it is not known, and `False`.
-    """
+    """Whether none of the tokens of a batch counts in the loss."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.ndim < 2 or labels.numel() == 0:
         return False

@@ -6,13 +6,7 @@ from typing import Any
 
 
 class Proxy:
-    """
-    Reads and sets its attributes on the object it wraps, except for those that a subclass declares as its own.
-
-    Args:
-        wrapped (`Any`):
-            The object, set by the subclass.
-    """
+    """Reads and sets its attributes on the object it wraps, except for those that a subclass declares as its own."""
 
     _own: frozenset[str] = frozenset()
 

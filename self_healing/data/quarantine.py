@@ -24,25 +24,7 @@ QUARANTINE_FILE = "quarantine.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class QuarantinedRow:
-    """
-    One row that makes a step non-finite by itself. What is not known is `None`.
-
-    Args:
-        dataset_index (`int` or `None`):
-            Its position in `trainer.train_dataset`, as the batch sampler gave it (after TRL's filtering and packing).
-        segment (`int` or `None`):
-            Which of the sequences packed into that position.
-        stream_ordinal (`int` or `None`):
-            For an iterable dataset: how many rows the stream gave before it in this epoch.
-        content_hash (`str`):
-            SHA-256 of what the row holds, padding apart.
-        prompt (`str` or `None`):
-            For trainers that generate: the prompt.
-        preview (`str` or `None`):
-            The beginning of its text.
-        micro_batch (`int`), row (`int`):
-            Its place in the step.
-    """
+    """One row that makes a step non-finite by itself."""
 
     dataset_index: int | None
     segment: int | None
@@ -55,17 +37,7 @@ class QuarantinedRow:
 
 
 class Quarantine:
-    """
-    Rows and samples that a run does not use any more, also after it was resumed from a checkpoint.
-
-    A row seen again in a later epoch is counted, not written twice.
-
-    Args:
-        directory (`Path`):
-            The run directory.
-        keep_text (`bool`, *optional*, defaults to `True`):
-            Whether the text of rows and samples may be written down.
-    """
+    """Rows and samples that a run does not use any more, also after it was resumed from a checkpoint."""
 
     def __init__(self, directory: Path, keep_text: bool = True) -> None:
         self.path = directory / QUARANTINE_FILE
@@ -81,19 +53,7 @@ class Quarantine:
         self.tell: Callable[[Callable[[], Mapping[str, Any]]], None] = lambda record: None
 
     def watch(self, run: str, fingerprint: str, rank: int = 0, step: int | None = None) -> KnownBadSamples:
-        """
-        Begins to keep the bad samples of a data set.
-
-        Args:
-            run (`str`):
-                The run.
-            fingerprint (`str`):
-                Of the data set.
-            rank (`int`, *optional*, defaults to 0):
-                This process.
-            step (`int`, *optional*):
-                Optimizer steps finished: what was dropped in a later one comes again, and is dropped there again.
-        """
+        """Begins to keep the bad samples of a data set."""
         blocked = self.blocked.setdefault(fingerprint, {})
         dropped_in = self._dropped_in.setdefault(fingerprint, {})
         for name in [name for name, at in dropped_in.items() if step is not None and at >= step]:
@@ -142,13 +102,7 @@ class Quarantine:
             self.tell(lambda: record)
 
     def take_in(self, rank: int, record: Mapping[str, Any]) -> None:
-        """
-        Takes in what another rank does not use any more: whichever rank draws it next leaves it out.
-
-        Args:
-            rank (`int`), record (`Mapping`):
-                The rank, and what it has told.
-        """
+        """Takes in what another rank does not use any more: whichever rank draws it next leaves it out."""
         blocked = self.blocked.setdefault(record["fingerprint"], {})
         dropped_in = self._dropped_in.setdefault(record["fingerprint"], {})
         for name, why, step in record["blocked"]:

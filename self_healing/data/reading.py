@@ -21,27 +21,7 @@ _CHECKED = 3
 
 
 class SourceReader:
-    """
-    Reads a source to its end, past samples that raise.
-
-    Large for one job: every way an iterator may go on after an exception comes to the same end, that a sample is given
-    or left out.
-
-    Args:
-        open_source (`Callable[[], Iterator]`):
-            Opens it at its beginning.
-        guard ([`Guard`]):
-            Shared by the guards of the loader.
-        where (`Callable[[int], dict]`):
-            The fields of a [`BadSample`] that say where the nth sample is.
-        advance (`Callable[[], Iterator | None]`, *optional*):
-            Opens it where it stands after a failure, which is behind the sample if the source counts it before it
-            raises. Without it, the source is opened at its beginning, and what it has given already is skipped.
-        size (`Callable[[Any], int]`, *optional*):
-            How many samples something it gives holds. Defaults to one.
-        apart (`Callable[[], bool]`, *optional*):
-            Whether the source can be opened a second time while it is read. Defaults to that it can.
-    """
+    """Reads a source to its end, past samples that raise."""
 
     def __init__(
         self,
@@ -136,13 +116,7 @@ class SourceReader:
             error = result.error
 
     def _read_on(self) -> CallResult:
-        """
-        Reads on after a failure.
-
-        Raises:
-            StopIteration: At the end of the source.
-            LetPass: For an exception that says nothing about a sample.
-        """
+        """Reads on after a failure."""
         assert self.source is not None
         try:
             return CallResult(next(self.source))

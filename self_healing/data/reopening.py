@@ -18,17 +18,7 @@ class CannotBeReopened(Exception):
 
 
 class Reopener:
-    """
-    Opens a source again, with the random states it was first opened with, and reads it to where it was.
-
-    Args:
-        open_source (`Callable[[], Iterator]`):
-            Opens it at its beginning.
-        guard ([`Guard`]):
-            Shared by the guards of the loader.
-        place (`Callable[[], str]`):
-            Names the sample it has come to.
-    """
+    """Opens a source again, with the random states it was first opened with, and reads it to where it was."""
 
     def __init__(self, open_source: Callable[[], Iterator[Any]], guard: Guard, place: Callable[[], str]) -> None:
         self._open = open_source
@@ -58,20 +48,7 @@ class Reopener:
         self._position += 1
 
     def read_again(self, source: Iterator[Any] | None) -> tuple[Iterator[Any], Any]:
-        """
-        Reads once more what an iterator raised for.
-
-        Args:
-            source (`Iterator`, *optional*):
-                The iterator that raised.
-
-        Returns:
-            `tuple[Iterator, Any]`: The iterator to go on with, and what it gave.
-
-        Raises:
-            CannotBeReopened: If the source cannot be brought to where it was.
-            DataSourceError: If it gives other samples than before.
-        """
+        """Reads once more what an iterator raised for."""
         before = RandomState.capture()
         try:
             again = self._brought_back(source)
@@ -80,20 +57,7 @@ class Reopener:
             before.restore()
 
     def outcomes(self, failed: list[BadSample], given: Any, source: Iterator[Any] | None) -> list[Any]:
-        """
-        Finds out what became of samples for which an iterator raised and went on.
-
-        Args:
-            failed (`list[BadSample]`):
-                The samples.
-            given (`Any`):
-                What it gave after them.
-            source (`Iterator`, *optional*):
-                The iterator.
-
-        Returns:
-            `list`: What the source, opened again, gives before that: samples, and the failed that raise there as well.
-        """
+        """Finds out what became of samples for which an iterator raised and went on."""
         before = RandomState.capture()
         came: list[Any] = []
         try:

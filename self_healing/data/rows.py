@@ -16,15 +16,7 @@ from .quarantine import Quarantine, QuarantinedRow
 
 
 class RowQuarantine:
-    """
-    Writes down the rows that a diagnosis names.
-
-    Args:
-        config ([`HealingConfig`]):
-            Whether their text may be kept.
-        quarantine ([`Quarantine`]):
-            Where they are written down.
-    """
+    """Writes down the rows that a diagnosis names."""
 
     def __init__(self, config: HealingConfig, quarantine: Quarantine) -> None:
         self.config = config

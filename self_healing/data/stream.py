@@ -32,15 +32,7 @@ except ImportError:
 
 
 class GuardedStream(Proxy, IterableDataset):  # type: ignore[type-arg]
-    """
-    Leaves out the samples of an iterable dataset that cannot be used.
-
-    Args:
-        wrapped (`IterableDataset`):
-            Of torch or of Hugging Face datasets.
-        guard ([`Guard`]):
-            Shared with the collator.
-    """
+    """Leaves out the samples of an iterable dataset that cannot be used."""
 
     _own = frozenset({"wrapped", "guard", "live"})
 
@@ -87,15 +79,7 @@ class GuardedStream(Proxy, IterableDataset):  # type: ignore[type-arg]
 
 
 class LiveStream:
-    """
-    Gives the samples of a stream, once.
-
-    Args:
-        dataset (`IterableDataset`):
-            The stream.
-        guard ([`Guard`]):
-            Shared by the guards of the loader.
-    """
+    """Gives the samples of a stream, once."""
 
     def __init__(self, dataset: Any, guard: Guard) -> None:
         self._dataset = dataset

@@ -28,14 +28,6 @@ def candidates(index: int, length: int, seed: int) -> Iterator[int]:
     """
     Yields the indices of samples that may replace another one: the same in every worker, process and epoch, and drawn
     from no generator that training draws from.
-
-    Args:
-        index (`int`):
-            Of the sample.
-        length (`int`):
-            Of the data.
-        seed (`int`):
-            Of the run.
     """
     given = {index % length}
     # Each try finds a new one with at least the share that is left; some more than that end in order.

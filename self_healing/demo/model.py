@@ -45,11 +45,7 @@ TINY = DemoSize(steps=80, tokens=64, vocabulary=512, width=64, held_out=32)
 
 @functools.cache
 def stdlib_docstrings(most: int | None = None) -> list[str]:
-    """
-    Collects the docstrings of Python's standard library, each once, in the order of files and lines.
-
-    The files are parsed, never imported. `most` says how many are taken: all of them are some 4,000, and take seconds.
-    """
+    """Collects the docstrings of Python's standard library, each once, in the order of files and lines."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: dict[str, None] = {}
     for path in sorted(root.rglob("*.py")):

@@ -25,50 +25,7 @@ _CAUTION, _CAUTIOUS_FROM = 0.2, 1_000
 
 
 class DivergenceDetector:
-    """
-    Reports a loss that rises and stays up.
-
-    Three tests, the first that strikes is reported:
-
-    - **drift**: one-sided CUSUM of the robust z of log-loss, `S = max(0, S + min(z, cap) - slack)`, above `limit`
-      (Page 1954, doi:10.1093/biomet/41.1-2.100). Many small rises add up; one spike, capped, cannot reach the limit.
-      z is divided by what makes sums of it stray further than those of independent normal values ([`SumSpread`]), and
-      by how much wider the noise of the last 20 steps is than it was: a smaller batch is no rise. Where such sums have
-      risen before and nothing was wrong, the limit is higher ([`UsualRises`]); late in a long run limit and slack are;
-    - **above chance**: loss above `ln(vocabulary) + 1` nats for `chance_steps` steps, after having been below
-      `ln(vocabulary)`: worse than guessing every token, by a factor e;
-    - **early**, while there is no baseline, and with a `vocabulary` only, which makes the unit nats: loss above the
-      median of the first 5 plus `early_rise` nats in at least 5 of 10 steps.
-
-    It then stays alarmed, without reporting it again, until the loss has been back (z of at most `recovered_below`)
-    for `recover_steps` in a row. Where the loss rises further meanwhile, by a CUSUM of the distance from the median of
-    the first 20 losses of the alarm, with twice the slack as that is not known well, it is a `"second_rise"`, once for
-    each alarm. After `patience` steps it is [`overdue`]: the loss may have found another level for good
-    ([`LogTrend.relearn`], then [`accept_new_level`]). Costs O(1).
-
-    One class, because the tests share the alarm and the recovery from it.
-
-    Args:
-        slack (`float`, *optional*, defaults to 0.5):
-            Part of each z that is forgiven.
-        limit (`float`, *optional*, defaults to 11.0):
-            Sum at which a drift is a divergence. Slack and limit are measured (`benchmarks/detectors.py`): fewer than
-            one false alarm in 50,000 steps.
-        cap (`float`, *optional*, defaults to 4.0):
-            Largest part a single step may add.
-        vocabulary (`int`, *optional*):
-            Number of tokens, for losses that are a mean cross-entropy per token in nats; `None` for others.
-        chance_steps (`int`, *optional*, defaults to 10):
-            Steps in a row above chance.
-        early_rise (`float`, *optional*, defaults to 1.0):
-            Rise above the first losses, in nats.
-        recovered_below (`float`, *optional*, defaults to 2.0):
-            z at which a loss is back.
-        recover_steps (`int`, *optional*, defaults to 5):
-            Steps in a row it has to be back.
-        patience (`int`, *optional*, defaults to 100):
-            Steps after which a loss that has not come back may have found another level.
-    """
+    """Reports a loss that rises and stays up."""
 
     def __init__(
         self,
@@ -121,15 +78,7 @@ class DivergenceDetector:
         return self.alarmed and self._since >= self.patience
 
     def observe(self, reading: Reading, usual_spike: bool = False) -> Symptom | None:
-        """
-        Judges one loss; `"divergence"`, once for each, and `"second_rise"`.
-
-        Args:
-            reading ([`Reading`]):
-                The loss.
-            usual_spike (`bool`, *optional*, defaults to `False`):
-                Whether it is high as other single losses were before: it then adds nothing to a drift.
-        """
+        """Judges one loss; `"divergence"`, once for each, and `"second_rise"`."""
         if not math.isfinite(reading.value):
             return None
         self._move_to(reading.step)
@@ -191,10 +140,7 @@ class DivergenceDetector:
         return median(list(self._last_zs)[-losses:] or [0.0]) * (reading.scale or 0.0)
 
     def _noise(self) -> float:
-        """
-        Estimates the scale of the last z, if it has grown, from their differences, of which a rise changes one. A
-        batch of one row instead of eight has the same mean loss, and three times the noise.
-        """
+        """Estimates the scale of the last z, if it has grown, from their differences, of which a rise changes one."""
         zs = list(self._last_zs)
         moves = sorted(map(abs, map(sub, zs[1:], zs)))
         if len(moves) < _NOISE_WINDOW // 2:

@@ -18,15 +18,7 @@ _FIRST_LOSS_VARIES = 0.5
 
 
 class AboveChance:
-    """
-    Finds a loss that is worse than guessing every token, by a factor e, after it was better.
-
-    Args:
-        chance (`float` or `None`):
-            `ln(vocabulary)`; `None` for a loss in other units, which is never above it.
-        steps (`int`):
-            Steps in a row it has to be worse.
-    """
+    """Finds a loss that is worse than guessing every token, by a factor e, after it was better."""
 
     def __init__(self, chance: float | None, steps: int) -> None:
         self.chance = chance
@@ -64,15 +56,7 @@ class AboveChance:
 
 
 class EarlyRise:
-    """
-    Finds a loss that rises before it has a baseline.
-
-    Args:
-        chance (`float` or `None`):
-            `ln(vocabulary)`; `None` for a loss in other units, of which nothing is said.
-        rise (`float`):
-            Rise above the first losses, in nats.
-    """
+    """Finds a loss that rises before it has a baseline."""
 
     def __init__(self, chance: float | None, rise: float) -> None:
         self.rise = rise
@@ -83,11 +67,7 @@ class EarlyRise:
 
     @property
     def limit(self) -> float:
-        """
-        Loss that is too high for the first steps of a run: `rise` above the median of the first five. Where the rate
-        is far too high they have risen themselves: the very first loss, of weights that no update has changed, shows
-        it.
-        """
+        """Loss that is too high for the first steps of a run: `rise` above the median of the first five."""
         if not self.first:
             return math.inf
         return min(median(self.first), self.first[0] + _FIRST_LOSS_VARIES) + self.rise

@@ -17,20 +17,7 @@ _LARGEST_NORM = 1e150
 
 @dataclass(frozen=True, slots=True)
 class ClipDecision:
-    """
-    Decision about one gradient norm.
-
-    Args:
-        limit (`float` or `None`):
-            Norm that the gradient is to be clipped to; below the norm that was observed. `None` if it is left alone.
-        z (`float` or `None`):
-            How many standard deviations the norm lies above the mean. `None` during warm-up, for a norm that is no
-            finite number, and while all norms so far were 0.
-        mean (`float` or `None`):
-            The mean that the norm was judged by, as it was before this norm. `None` during warm-up.
-        std (`float` or `None`):
-            The standard deviation that the norm was judged by, floored. `None` during warm-up.
-    """
+    """Decision about one gradient norm."""
 
     limit: float | None = None
     z: float | None = None
@@ -39,53 +26,7 @@ class ClipDecision:
 
 
 class ZClipStatistic:
-    """
-    Running mean and variance of the gradient norm, and the norm that an outlier is clipped to (ZClip).
-
-    From the paper (Kumar et al., "ZClip: Adaptive Spike Mitigation for LLM Pre-Training", arXiv:2504.02507) and its
-    code (github.com/bluorion-com/ZClip): the first `warmup_steps` norms are collected; their mean μ and population
-    variance σ² start the statistic. After that, a norm g has z = (g − μ) / σ. If z is above `z_threshold`, the
-    gradient is clipped to g* = μ + (z_threshold² / z) · σ (the further out, the closer to the mean it is put back),
-    otherwise g* = g.
-
-    What comes out enters the statistic, with α = `ema_decay`: first μ ← α μ + (1 − α) g*, then, around the new mean,
-    σ² ← α σ² + (1 − α) (g* − μ)².
-
-    Ours, and neither in the paper nor in its code: a norm that is NaN, infinite, negative or above 1e150 never enters
-    and is never clipped (the published code takes it, and its mean is NaN for good); σ has a floor relative to μ (the
-    published code adds 1e-6 to σ when it computes z, whatever the scale of the norms); after a warm-up of nothing but
-    zeros, which is normal in GRPO, the first other norm is taken as it is instead of being clipped to 0; the state
-    can be saved. Not taken over: the alternatives to this g* (μ, and μ + z_threshold · σ), and from the published code
-    its `clip_factor` and `skip_update_on_spike`, off by default there.
-
-    Args:
-        z_threshold (`float`, *optional*, defaults to 2.5):
-            Standard deviations above the mean from which a norm is clipped. Above 0. The paper's value; on
-            healthy fine-tuning curves it clips 4 to 7 % of the steps.
-        ema_decay (`float`, *optional*, defaults to 0.97):
-            Weight of the past in the running mean and variance: 0.97 remembers about 33 steps. Above 0, below 1. The
-            paper's value.
-        warmup_steps (`int`, *optional*, defaults to 25):
-            Norms that are collected before the first is judged. At least 2. The paper's value.
-        std_floor (`float`, *optional*, defaults to 0.01):
-            Smallest standard deviation that is believed, as a share of the mean. Above 0. With 0.01 and the default
-            threshold, a norm within 2.5 % of the mean is never clipped, however constant the others were. On
-            healthy fine-tuning curves the norms scatter by 9 % of the mean and more.
-
-    Raises:
-        `ConfigurationError`: if a value is out of range.
-
-    Example:
-
-    ```python
-    >>> statistic = ZClipStatistic(warmup_steps=4)
-    >>> for norm in (1.0, 1.2, 0.8, 1.0):
-    ...     decision = statistic.observe(norm)
-    >>> round(statistic.observe(5.0).limit, 4)
-    1.0312
-
-    ```
-    """
+    """Running mean and variance of the gradient norm, and the norm that an outlier is clipped to (ZClip)."""
 
     def __init__(
         self,
@@ -107,13 +48,7 @@ class ZClipStatistic:
         self._norms: list[float] = []
 
     def observe(self, grad_norm: float) -> ClipDecision:
-        """
-        Judges one gradient norm and takes what remains of it into the statistic.
-
-        Args:
-            grad_norm (`float`):
-                Total norm of the gradients before any clipping.
-        """
+        """Judges one gradient norm and takes what remains of it into the statistic."""
         if not 0 <= grad_norm <= _LARGEST_NORM:  # false for NaN
             return ClipDecision(mean=self.mean, std=self.std)
         if self.mean is None or self.variance is None:
@@ -156,13 +91,7 @@ class ZClipStatistic:
         return {"norms": list(self._norms), "mean": self.mean, "variance": self.variance}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """
-        Takes up the state that [`ZClipStatistic.state_dict`] gave.
-
-        Args:
-            state (`dict`):
-                The state. The settings are not in it: they are those this object was made with.
-        """
+        """Takes up the state that [`ZClipStatistic.state_dict`] gave."""
         self._norms = list(state["norms"])
         self.mean, self.variance = state["mean"], state["variance"]
 

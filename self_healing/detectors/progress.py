@@ -25,16 +25,7 @@ def theil_sen(values: list[float]) -> float:
 class PlateauDetector:
     """
     Reports that a loss has stopped falling: over the last `window` steps its trend, the Theil–Sen slope of the medians
-    of 20 blocks of log-loss, amounts to less than `improvement`. Once for each plateau. A run whose learning rate has
-    decayed ends on one, as it should.
-
-    O(1) a step, and 190 slopes at the end of each block.
-
-    Args:
-        window (`int`, *optional*, defaults to 500):
-            Steps the trend is taken over, a multiple of 20.
-        improvement (`float`, *optional*, defaults to 0.01):
-            Relative fall of the loss over the window that counts as progress.
+    of 20 blocks of log-loss, amounts to less than `improvement`.
     """
 
     def __init__(self, window: int = 500, improvement: float = 0.01) -> None:
@@ -74,26 +65,7 @@ class PlateauDetector:
 class SlowRiseDetector:
     """
     Reports a loss that has risen so slowly that every baseline went along: its median over the last `window` steps is
-    more than a share of `rise` above the lowest it has been. The next report needs a rise a fifth (with the default)
-    higher than the one before: where the data are sorted within each epoch, the loss rises again and again.
-
-    O(1) a step, and one median every 50 steps.
-
-    Args:
-        rise (`float`, *optional*, defaults to 0.2):
-            Share of the lowest median.
-        window (`int`, *optional*, defaults to 200):
-            Steps behind a median.
-
-    Example:
-
-    ```python
-    >>> slow_rise = SlowRiseDetector()
-    >>> losses = [2.0 + max(0, step - 1_000) * 0.0002 for step in range(1, 4_001)]
-    >>> [step for step, loss in enumerate(losses, 1) if slow_rise.observe(step, loss) is not None]
-    [3150]
-
-    ```
+    more than a share of `rise` above the lowest it has been.
     """
 
     def __init__(self, rise: float = 0.2, window: int = 200) -> None:
@@ -152,14 +124,7 @@ class SlowRiseDetector:
 
 
 class OverfittingDetector:
-    """
-    Reports an evaluation loss that has risen `evaluations` times in a row while the training loss fell. Once, until
-    the evaluation loss has a new best. Costs O(1).
-
-    Args:
-        evaluations (`int`, *optional*, defaults to 3):
-            Rises in a row.
-    """
+    """Reports an evaluation loss that has risen `evaluations` times in a row while the training loss fell."""
 
     def __init__(self, evaluations: int = 3) -> None:
         self.evaluations = evaluations
@@ -168,15 +133,7 @@ class OverfittingDetector:
         self._reported = False
 
     def observe(self, step: int, evaluation_loss: float, training_loss: float) -> Symptom | None:
-        """
-        Judges one evaluation; `"overfitting"` (info).
-
-        Args:
-            step (`int`):
-                The optimizer step it was made at.
-            evaluation_loss (`float`), training_loss (`float`):
-                Of the evaluation, and the level of the training loss at that time.
-        """
+        """Judges one evaluation; `"overfitting"` (info)."""
         if not (math.isfinite(evaluation_loss) and math.isfinite(training_loss)):
             return None
         self._recent.append((evaluation_loss, training_loss))

@@ -10,15 +10,7 @@ from itertools import islice
 
 
 class SortedWindow:
-    """
-    The last `size` numbers, in order of arrival and in order of size.
-
-    Args:
-        size (`int`):
-            Numbers that are kept.
-        values (`Sequence[float]`, *optional*):
-            The first ones.
-    """
+    """The last `size` numbers, in order of arrival and in order of size."""
 
     def __init__(self, size: int, values: Sequence[float] = ()) -> None:
         self.size = size
@@ -43,12 +35,7 @@ class SortedWindow:
         return 0.5 * (self.ordered[middle - 1] + self.ordered[middle])
 
     def median_distance(self, centre: float) -> float:
-        """
-        Median distance from a centre (upper median for an even count).
-
-        The distances below and above the centre are sorted already; how many of each are among the smaller half
-        hardly changes from one value to the next, so it is looked for from where it was.
-        """
+        """Median distance from a centre (upper median for an even count)."""
         ordered = self.ordered
         split = bisect_left(ordered, centre)
         wanted = len(ordered) // 2 + 1

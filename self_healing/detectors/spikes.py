@@ -15,37 +15,7 @@ _IN_A_ROW = 2
 
 
 class LossSpikeDetector:
-    """
-    Reports a loss far above its baseline. A spike is a step whose robust z of log-loss is above `threshold`.
-
-    Most spikes pass by themselves (one odd batch); one that lasts is a divergence and [`DivergenceDetector`]'s to
-    report. A first reading above the threshold is reported, the ones that follow it without a break are not. Where
-    spikes are usual (small batches of mixed length, rare rows, noise with heavy tails), only those that stand out are
-    ([`UsualSpikes`]). Costs O(1), and O(64) where a value strays far.
-
-    Args:
-        threshold (`float`, *optional*, defaults to 8.0):
-            z above which a loss is a spike. Healthy public fine-tuning curves stay below 5.5
-            (`docs/detection-figures.md`).
-        notice_threshold (`float`, *optional*, defaults to 6.0):
-            z above which it is worth a note.
-        factor (`float`, *optional*, defaults to 0.0):
-            Multiple of the baseline above which a loss is a spike whatever its z; 0 for none. Off by default: the
-            per-step losses of small batches reach several times their median in healthy runs.
-
-    Example:
-
-    ```python
-    >>> trend, spikes = LogTrend(warmup=5), LossSpikeDetector()
-    >>> for step, loss in enumerate([2.1, 2.0, 2.2, 2.1, 2.0, 2.1, 6.3]):
-    ...     reading = trend.read(step, loss)
-    ...     symptom = spikes.observe(reading)
-    ...     _ = trend.accept(reading)
-    >>> symptom.name, symptom.step
-    ('loss_spike', 6)
-
-    ```
-    """
+    """Reports a loss far above its baseline."""
 
     def __init__(self, threshold: float = 8.0, notice_threshold: float = 6.0, factor: float = 0.0) -> None:
         self.threshold = threshold
@@ -85,39 +55,14 @@ class LossSpikeDetector:
 
 
 class GradientSpikeDetector:
-    """
-    Reports a gradient norm far above its baseline, or above an absolute limit.
-
-    Args:
-        threshold (`float`, *optional*, defaults to 10.0):
-            z of the log gradient norm above which it is a spike. Healthy runs reach 8.2.
-        explosion (`float`, *optional*, defaults to 1e4):
-            Norm above which a gradient has exploded, unless the norms before it are within a factor 10 of that; 0 for
-            none. Counts from the second step on, when there is no baseline yet: a first norm only shows the unit.
-
-    Example:
-
-    ```python
-    >>> GradientSpikeDetector().observe(LogTrend().read(1, 2e5), usual=1.5).name
-    'gradient_explosion'
-
-    ```
-    """
+    """Reports a gradient norm far above its baseline, or above an absolute limit."""
 
     def __init__(self, threshold: float = 10.0, explosion: float = 1e4) -> None:
         self.threshold = threshold
         self.explosion = explosion
 
     def observe(self, reading: Reading, usual: float | None = None) -> Symptom | None:
-        """
-        Judges one norm; `"gradient_spike"` or `"gradient_explosion"`. Every step above is reported.
-
-        Args:
-            reading ([`Reading`]):
-                The norm.
-            usual (`float`, *optional*):
-                Level of the norms so far, also of so few that there is no baseline yet. Defaults to the baseline.
-        """
+        """Judges one norm; `"gradient_spike"` or `"gradient_explosion"`."""
         if not math.isfinite(reading.value):
             return None
         level = reading.level if usual is None else usual
@@ -151,10 +96,6 @@ class CoSpikeDetector:
     """
     Reports loss and gradient norm far above their baselines in the same step: the batch or the computation is at
     fault, not the usual noise of one of them.
-
-    Args:
-        threshold (`float`, *optional*, defaults to 6.0):
-            z that both must exceed.
     """
 
     def __init__(self, threshold: float = 6.0) -> None:

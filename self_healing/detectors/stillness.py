@@ -20,24 +20,7 @@ _STILL_FALLING = 0.1
 
 
 class VanishingGradientDetector:
-    """
-    Reports a gradient norm below `threshold` for `steps` steps in a row, once. Costs O(1).
-
-    Args:
-        threshold (`float`, *optional*, defaults to 1e-7):
-            Norm below which nothing is learned: float32 weights of order 1 do not move by updates smaller than that.
-        steps (`int`, *optional*, defaults to 20):
-            Steps in a row.
-
-    Example:
-
-    ```python
-    >>> vanishing = VanishingGradientDetector(steps=2)
-    >>> [vanishing.observe(step, 0.0) is not None for step in range(4)]
-    [False, True, False, False]
-
-    ```
-    """
+    """Reports a gradient norm below `threshold` for `steps` steps in a row, once."""
 
     def __init__(self, threshold: float = 1e-7, steps: int = 20) -> None:
         self.threshold = threshold
@@ -69,11 +52,7 @@ class VanishingGradientDetector:
 class DeadLossDetector:
     """
     Reports a loss of exactly 0.0 for `steps` steps in a row, once: a wiring bug (all labels masked, a detached loss),
-    not a model that has learned everything, whose loss is small and never the same. Costs O(1).
-
-    Args:
-        steps (`int`, *optional*, defaults to 20):
-            Steps in a row.
+    not a model that has learned everything, whose loss is small and never the same.
     """
 
     def __init__(self, steps: int = 20) -> None:
@@ -100,25 +79,7 @@ class NeverLearnedDetector:
     """
     Reports a cross-entropy that has never been a nat better than guessing (`ln(vocabulary)`) and does not fall any
     more: its median over the last `steps` is above that, and that of the newer half is less than 0.1 nats below that
-    of the older. Once, and never after the loss has been better. Below 786 tokens, 15 % of `ln(vocabulary)` are asked
-    for instead of a nat.
-
-    O(1) a step, and three medians every 50 steps until it is known.
-
-    Args:
-        vocabulary (`int`):
-            Number of tokens.
-        steps (`int`, *optional*, defaults to 200):
-            Steps without learning.
-
-    Example:
-
-    ```python
-    >>> never_learned = NeverLearnedDetector(vocabulary=32_000)
-    >>> [step for step in range(1, 401) if never_learned.observe(step, 10.4) is not None]
-    [200]
-
-    ```
+    of the older.
     """
 
     def __init__(self, vocabulary: int, steps: int = 200) -> None:

@@ -22,21 +22,7 @@ _FEWEST_FOR_SUMS, _HIGHEST_CORRELATION = 20, 0.95
 
 
 class SumSpread:
-    """
-    Measures how much further sums of neighbouring values stray than those of independent ones.
-
-    Batches of unshuffled data are like their neighbours: one high loss says that the next is high as well, and a sum
-    over a few steps means less than it seems. With a lag-1 correlation r, such sums stray sqrt((1 + r) / (1 - r))
-    times as far (an autoregressive process). The correlation is that of the distances from a parabola through the 41
-    values around each (Savitzky and Golay 1964), so that a loss that falls is not taken for one whose values are
-    alike; what such a parabola takes away of it is added again. Variance and product are sums whose weights fade over
-    `memory` values. Within two standard errors of 0, a correlation counts as none: shuffled data do not pay for it.
-    Costs O(41).
-
-    Args:
-        memory (`int`, *optional*, defaults to 500):
-            Values after which a weight has fallen to 1/e.
-    """
+    """Measures how much further sums of neighbouring values stray than those of independent ones."""
 
     def __init__(self, memory: int = 500) -> None:
         self._fade = 1 - 1 / memory

@@ -20,28 +20,7 @@ FOUR_IN_FIVE = 1.2816
 
 
 class Reading(NamedTuple):
-    """
-    One value next to its baseline. (A tuple: several are made each step, and a frozen dataclass takes thrice as long.)
-
-    Args:
-        step (`int`):
-            The optimizer step it belongs to.
-        value (`float`):
-            As it was observed, in its own units.
-        z (`float` or `None`):
-            Distance of its logarithm from the baseline, in scales. `None` while there is no baseline yet, and for a
-            value that has no logarithm (zero, negative, NaN, Inf).
-        level (`float` or `None`):
-            The baseline, in the value's units.
-        scale (`float` or `None`):
-            Usual distance from the baseline, in natural-log units: 0.05 is about 5 %.
-        window (`int`):
-            Number of accepted values the baseline rests on.
-        stretch (`float`, *optional*, defaults to 1.0):
-            How many times as far sums of neighbouring z stray as those of independent normal ones; 1 or more.
-        least_rise (`float`, *optional*, defaults to 0.0):
-            Distance from the baseline, in natural-log units, below which a rise that lasts is none yet.
-    """
+    """One value next to its baseline."""
 
     step: int
     value: float
@@ -69,57 +48,7 @@ class Reading(NamedTuple):
 
 
 class LogTrend:
-    """
-    Robust baseline of the logarithm of a positive quantity (a loss, a gradient norm).
-
-    The level is the mean of the last `level_window` accepted values, after what lies more than two scales from their
-    median has been moved there: as robust as the median, and less noisy, which is what decides how small a drift can
-    be seen. The scale is 1.4826 times the median absolute deviation of the last `scale_window` accepted values *from
-    the level of their time*: a loss that falls steeply does not look like a noisy one, as it does when the deviation
-    is taken from one median over the whole window. Logarithms, because the noise of a loss grows with it; of the value
-    plus `offset` times what it was at first, because the noise of a loss that has become very small does not.
-
-    A value enters only through [`accept`], which refuses spikes and values without a logarithm. Where a quantity has
-    found another level for good, [`relearn`] takes that level over, if it is one. A step costs O(window).
-
-    Args:
-        level_window (`int`, *optional*, defaults to 50):
-            Accepted values behind the level. Measured in `benchmarks/detectors.py`: shorter is noisier, longer lags
-            behind a falling loss.
-        scale_window (`int`, *optional*, defaults to 200):
-            Accepted values behind the scale.
-        warmup (`int`, *optional*, defaults to 20):
-            Accepted values before the first z.
-        floor (`float`, *optional*, defaults to 0.01):
-            Smallest scale, in natural-log units: without it a loss that repeats itself makes every change a spike.
-        early_floor (`float`, *optional*, defaults to 0.1):
-            Smallest scale that values are judged by until `level_window` have been accepted: a scale from few values
-            is often too small by half.
-        early_rise (`float`, *optional*, defaults to 0.33):
-            Until then, the distance below which a rise that lasts is none yet: in the first steps, while the learning
-            rate warms up, many a loss rises by a third and comes back.
-        reject_above (`float`, *optional*, defaults to 6.0):
-            Largest z that still enters the baseline.
-        offset (`float`, *optional*, defaults to 0.02):
-            Share of what it was at first that is added to each value before its logarithm is taken: from 0.001 to
-            0.01 nats is no rise worth mentioning for a run that began at 2.
-        first (`int`, *optional*, defaults to 1):
-            Accepted values whose median is what it was at first; `warmup` at most. The very first gradient norm may
-            be many times as large as the next ones, and then a tenfold gradient would be lost in its offset.
-        in_sums (`bool`, *optional*, defaults to `True`):
-            Whether its z are added up, so that it has to be known how far sums of them stray.
-
-    Example:
-
-    ```python
-    >>> trend = LogTrend(warmup=5)
-    >>> for step, loss in enumerate([2.1, 2.0, 2.2, 2.1, 2.0, 2.1]):
-    ...     _ = trend.accept(trend.read(step, loss))
-    >>> round(trend.read(6, 6.3).z)
-    11
-
-    ```
-    """
+    """Robust baseline of the logarithm of a positive quantity (a loss, a gradient norm)."""
 
     def __init__(
         self,
@@ -176,20 +105,7 @@ class LogTrend:
         return math.exp(self._level + z * self.scale) - (self._added or 0.0) if self.ready else None
 
     def accept(self, reading: Reading, hold: bool = False) -> bool:
-        """
-        Takes a value into the baseline, unless it is a spike or has no logarithm.
-
-        Args:
-            reading ([`Reading`]):
-                The value, as [`read`] gave it.
-            hold (`bool`, *optional*, defaults to `False`):
-                Whether something is building up: the value then waits and enters once it turns out that nothing was
-                (the next value without `hold`), so that a slow drift does not pull its own baseline along. At most
-                `level_window` values wait.
-
-        Returns:
-            `bool`: whether it was taken, now or to wait.
-        """
+        """Takes a value into the baseline, unless it is a spike or has no logarithm."""
         if not _has_logarithm(reading.value):
             return False
         if reading.z is not None and reading.z > self.reject_above:
@@ -234,11 +150,8 @@ class LogTrend:
 
     def relearn(self) -> bool:
         """
-        Makes the values that were refused, with none accepted in between, the new baseline, if they have a level:
-        at least 20 of them that stray no more than four times as far as the accepted ones did, or 50 %.
-
-        Returns:
-            `bool`: whether it did. Values that jump about leave the old baseline as it is.
+        Makes the values that were refused, with none accepted in between, the new baseline, if they have a level: at
+        least 20 of them that stray no more than four times as far as the accepted ones did, or 50 %.
         """
         values = list(self._outside)
         if len(values) < 20:

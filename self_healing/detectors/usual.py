@@ -24,14 +24,7 @@ _RISES_KEPT = 16
 
 
 class UsualSpikes:
-    """
-    Remembers what strayed far in the last 2,000 steps, and says how high a spike has to be to stand out from it.
-
-    A rare kind of row has a loss and a gradient of its own, and that is no fault: once there have been two spikes, the
-    next stands out only if it is half as high again as the second-highest. Noise with heavy tails has no highest: its
-    tail is extrapolated from its largest values (Weissman 1978, doi:10.1080/01621459.1978.10480104, with the exponent
-    of Hill 1975) to where one step in 100,000 lies. The largest 64 are kept, so what it remembers does not grow.
-    """
+    """Remembers what strayed far in the last 2,000 steps, and says how high a spike has to be to stand out from it."""
 
     def __init__(self) -> None:
         self._tail: list[tuple[int, float]] = []
@@ -52,15 +45,7 @@ class UsualSpikes:
         return reading.height > max(usual, self._furthest_of_tail(heights, reading.step))
 
     def add(self, reading: Reading, spike: bool = True) -> None:
-        """
-        Takes in how far a value strays.
-
-        Args:
-            reading ([`Reading`]):
-                The value, next to its baseline.
-            spike (`bool`, *optional*, defaults to `True`):
-                Whether it is a spike, applied or not.
-        """
+        """Takes in how far a value strays."""
         if self._began is None:
             self._began = reading.step
         if spike:
@@ -97,15 +82,6 @@ class UsualRises:
     """
     Remembers how far a CUSUM rose in the last 5,000 steps without anything being wrong: data in shards, or sorted
     within each epoch, make the loss rise again and again.
-
-    The second-highest of them counts, and a rise that was reported and proved harmless counts as two; the next has to
-    rise half as far again, three times as far as usual at most. How far the loss itself was up when trusted weights
-    were no better on the same batch is remembered for good: the next rise has to be twice as high, or the loss has to
-    have doubled, to be worth another such experiment.
-
-    Args:
-        limit (`float`):
-            Sum a CUSUM has to exceed where nothing is known yet.
     """
 
     def __init__(self, limit: float) -> None:

@@ -13,15 +13,7 @@ logger = logging.getLogger("self_healing")
 
 
 def within(seconds: float, work: Callable[[], Any]) -> None:
-    """
-    Does something that touches disks or services, and goes on without it where they hang, or where it fails.
-
-    Args:
-        seconds (`float`):
-            How long it is waited for.
-        work (`Callable[[], Any]`):
-            What is done, with the context of the calling thread.
-    """
+    """Does something that touches disks or services, and goes on without it where they hang, or where it fails."""
     context = contextvars.copy_context()
 
     def do() -> None:

@@ -28,16 +28,7 @@ _TOLD = 5
 
 
 def collective_in(frame: FrameType | None) -> str | None:
-    """
-    Names the collective that a thread is in.
-
-    Args:
-        frame (`FrameType`, *optional*):
-            The innermost one of the thread.
-
-    Returns:
-        `str`: `None` if it is in none that can be seen: with CUDA a thread waits for the device, and not in one.
-    """
+    """Names the collective that a thread is in."""
     while frame is not None and _leads_through(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
@@ -63,12 +54,7 @@ def _leads_through(file: str) -> bool:
 
 
 def unfinished_collectives() -> list[str]:
-    """
-    Asks torch's flight recorder (`TORCH_FR_BUFFER_SIZE`) for the collectives that have not come to their end.
-
-    Returns:
-        `list[str]`: Newest last; empty where nothing is recorded.
-    """
+    """Asks torch's flight recorder (`TORCH_FR_BUFFER_SIZE`) for the collectives that have not come to their end."""
     import torch._C._distributed_c10d as c10d
 
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):

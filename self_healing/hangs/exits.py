@@ -22,12 +22,6 @@ _KEPT = 50
 class HangExits:
     """
     The exits of one job because of hangs, in the run directory: what was no hang but slow must not end it each time.
-
-    Args:
-        directory (`Path`):
-            The run directory.
-        rank (`int`, *optional*, defaults to 0):
-            This process; each one has a file of its own.
     """
 
     def __init__(self, directory: Path, rank: int = 0) -> None:
@@ -35,16 +29,7 @@ class HangExits:
         self._exits: list[dict[str, Any]] = []
 
     def read(self, config: HealingConfig) -> dict[str, float]:
-        """
-        Reads what earlier processes of the same job left.
-
-        Args:
-            config ([`HealingConfig`]):
-                Says whether there is a launcher of which nothing is known.
-
-        Returns:
-            `dict[str, float]`: The longest time that was waited in each part of a step, in seconds.
-        """
+        """Reads what earlier processes of the same job left."""
         if not (launch_of().started_again or config.launcher_restarts == "yes"):
             # Of another run in the same directory.
             return {}

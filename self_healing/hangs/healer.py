@@ -29,21 +29,6 @@ class HangWatch(Healer):
     """
     Watches for hangs, from one entry into `train()` to its end; and tells the other ranks what ends this one, to end
     with the first of them that fails.
-
-    Args:
-        run ([`RunContext`]):
-            The run.
-        before_exit (`Callable[[str, Failure | None, int], None]`):
-            Told why, before the process ends; with the failure of another rank, if it is that, and the exit code.
-        still_training (`Callable[[FrameType | None], bool]`):
-            Whether the run still goes on in a frame of the training thread.
-        over (`Callable[[], None]`):
-            Told when a run turns out to have ended without a word.
-        counts_attempts (`Callable[[], bool]`):
-            Whether a job that is started again and again without progress is ended.
-        leave_state (`Callable[[Instrument, Callable[[], bool]], None]`):
-            Leaves the state after the last finished step to the next process, if the training thread stays where it
-            is meanwhile.
     """
 
     def __init__(

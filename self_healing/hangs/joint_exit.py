@@ -35,20 +35,6 @@ class JointExit:
     """
     Ends this process when another rank has failed: training cannot go on without that rank, and a collective whose
     other side is gone returns after the timeout of its process group at best, half an hour.
-
-    Before, it writes down what the training thread waited in, an incident, and the postmortem.
-
-    Args:
-        run ([`RunContext`]):
-            The run.
-        position (`Callable[[], Position]`):
-            Where this rank is.
-        at_the_end (`Callable[[], bool]`):
-            Whether the last step is done: this rank ends then only if it waits for another one.
-        before_exit (`Callable[[str, Failure, int], None]`):
-            Told why the process ends, what has ended the other rank, and with which code.
-        leave_state (`Callable[[], None]`, *optional*):
-            Leaves the state after the last finished step to the next process.
     """
 
     def __init__(

@@ -22,11 +22,7 @@ _READING = threading.Lock()
 
 
 def current_frames() -> dict[int, FrameType]:
-    """
-    Gives the frame of each thread. Without the garbage collector: up to Python 3.11.7 and 3.12.1 a collection in
-    between may hand the GIL over while threads are locked, and a thread that begins or ends then (gloo, autograd)
-    waits for ever, with the GIL (https://github.com/python/cpython/issues/106883).
-    """
+    """Gives the frame of each thread."""
     with _READING:
         collects = gc.isenabled()
         gc.disable()
@@ -38,22 +34,7 @@ def current_frames() -> dict[int, FrameType]:
 
 
 def write_stacks(path: Path, headline: str, training_thread: int, workers: Mapping[int, str]) -> None:
-    """
-    Writes the stacks of all threads to a file, and what is known of the processes started by this one.
-
-    Args:
-        path (`Path`):
-            The file.
-        headline (`str`):
-            Its first lines: what hangs.
-        training_thread (`int`):
-            Identifies the thread that comes first.
-        workers (`Mapping[int, str]`):
-            Stacks of data loader workers by process; empty for one that did not answer.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Writes the stacks of all threads to a file, and what is known of the processes started by this one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     frames = current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -97,13 +78,7 @@ def _installed(file: str) -> bool:
 
 
 def worker_line_in(stacks: str) -> tuple[str, bool]:
-    """
-    Finds the line a data loader worker waits at, and tells whether it loads a batch or has nothing to do.
-
-    Args:
-        stacks (`str`):
-            As `faulthandler` wrote them; empty if the worker did not answer.
-    """
+    """Finds the line a data loader worker waits at, and tells whether it loads a batch or has nothing to do."""
     answered = re.findall(
         r'File "(.*?)", (line \d+ in .*)', stacks.partition("Current thread")[2].partition("\n\n")[0]
     )

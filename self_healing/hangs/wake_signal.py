@@ -26,16 +26,7 @@ class Interruptible(Protocol):
 
 
 class WakeSignal:
-    """
-    Handles the signal that interrupts the training thread, and the one that data loader workers answer to. Does not
-    keep the run in memory if it is never given back.
-
-    Args:
-        watchdog ([`Interruptible`]):
-            Whose.
-        free (`list[int]`):
-            Signals without a handler; at least one.
-    """
+    """Handles the signal that interrupts the training thread, and the one that data loader workers answer to."""
 
     def __init__(self, watchdog: Interruptible, free: list[int]) -> None:
         self._watchdog = weakref.ref(watchdog)

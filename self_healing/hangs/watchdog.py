@@ -57,13 +57,7 @@ _GOES_ON = 50
 
 
 class TrainingHang(Interruption):
-    """
-    Raised in the training thread to wake it from what it waits for.
-
-    Args:
-        message (`str`):
-            What did not move, for how long.
-    """
+    """Raised in the training thread to wake it from what it waits for."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, FailureType.HANG)
@@ -93,35 +87,8 @@ class _Alarm:
 
 class Watchdog:
     """
-    Watches the signs of life of one run, and answers a hang: interrupts the training thread, ends the
-    process, or reports it.
-
-    One class for both threads: each of its methods reads or changes the alarm that they share.
-
-    Args:
-        config ([`HealingConfig`]):
-            What counts as a hang, and what is done about it.
-        heartbeat ([`Heartbeat`]):
-            The signs of life.
-        journal ([`Journal`]):
-            Where hangs are written down.
-        may_recover (`Callable[[], bool]`):
-            Whether [`TrainingHang`] is caught, and `train()` entered again.
-        before_exit (`Callable[[str], None]`):
-            Told why, before the process ends for a restart.
-        step (`Callable[[], int]`):
-            Optimizer steps finished.
-        still_training (`Callable[[FrameType | None], bool]`):
-            Whether the run still goes on in a frame of the training thread: without the wrapper, an exception ends
-            `train()` without a word.
-        at_the_end (`Callable[[], bool]`):
-            Whether the last step is done, so that there is nothing left to be recovered.
-        over (`Callable[[], None]`):
-            Told when a run turns out to have ended without a word.
-        counts_attempts (`Callable[[], bool]`):
-            Whether a job that is started again and again without progress is ended.
-        ranks ([`OtherRanks`], *optional*):
-            The other ranks of the job, and what is known of them.
+    Watches the signs of life of one run, and answers a hang: interrupts the training thread, ends the process, or
+    reports it.
     """
 
     def __init__(

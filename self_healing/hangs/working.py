@@ -42,16 +42,7 @@ def compiles() -> bool:
 
 
 def processor_seconds(thread: int) -> float | None:
-    """
-    Gives what a thread of this process has spent on a processor so far.
-
-    Args:
-        thread (`int`):
-            Its number in the system (`threading.get_native_id`).
-
-    Returns:
-        `float`: Seconds; `None` where they are not known (other systems than Linux).
-    """
+    """Gives what a thread of this process has spent on a processor so far."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         stat = Path(f"/proc/self/task/{thread}/stat").read_bytes()
         # proc(5): after the name in brackets, which may hold any characters.

@@ -26,12 +26,7 @@ class Unreadable:
 
 
 def read_rows(dataset: Any, max_rows: int) -> Iterator[tuple[int, Any]]:
-    """
-    Reads rows with their indices; a row that raises as [`Unreadable`].
-
-    Raises:
-        TypeError: If there is no way to read rows from `dataset`, or none that leaves them for training.
-    """
+    """Reads rows with their indices; a row that raises as [`Unreadable`]."""
     if dataset is None or isinstance(dataset, (Mapping, str)):
         raise TypeError(
             f"Rows cannot be read from a {type(dataset).__name__}; please give one dataset, such as "

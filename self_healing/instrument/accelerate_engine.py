@@ -29,29 +29,7 @@ _T = TypeVar("_T")
 
 
 class AccelerateEngine(StepEngine):
-    """
-    Runs the optimizer steps of a trainer whose gradients lie in its parameters: one process, DDP, FSDP.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        view ([`TrainerView`]):
-            Of it.
-        replaced ([`Replacements`]):
-            Its methods that are wrapped.
-        hooks ([`Hooks`]):
-            Called before each step.
-        failsafe ([`Failsafe`]):
-            Looks at what training code raises.
-        retry ([`MemoryRetry`]):
-            Handles memory that runs out.
-        call ([`TrainingCall`]):
-            Calls `training_step`.
-        rates ([`Rates`]):
-            Sets the rates of a step.
-        reentry ([`Reentry`]):
-            Knows the phase of the step, which is set here.
-    """
+    """Runs the optimizer steps of a trainer whose gradients lie in its parameters: one process, DDP, FSDP."""
 
     def __init__(
         self,

@@ -9,15 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """
-    Sizes before and after; their product stays.
-
-    Args:
-        rows (`int`), accumulation (`int`):
-            `per_device_train_batch_size` and `gradient_accumulation_steps` to go on with.
-        rows_before (`int`), accumulation_before (`int`):
-            What they were.
-    """
+    """Sizes before and after; their product stays."""
 
     rows: int
     accumulation: int
@@ -41,20 +33,7 @@ def rows_per_step(trainer: Any) -> int:
 
 
 def smaller_batch(trainer: Any, objective: str, refused: str = "") -> BatchPlan:
-    """
-    Finds the next smaller size, by the smallest factor that divides it.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        objective (`str`):
-            The name of what it trains.
-        refused (`str`, *optional*):
-            Why its batches cannot be split by rows, if that is so.
-
-    Raises:
-        CannotReduce: If there is none, or if optimizer steps would hold other rows than before.
-    """
+    """Finds the next smaller size, by the smallest factor that divides it."""
     args = trainer.args
     rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     factor = next((factor for factor in range(2, rows + 1) if rows % factor == 0), None)

@@ -20,17 +20,7 @@ logger = logging.getLogger("self_healing")
 
 @dataclass(frozen=True, slots=True)
 class BestChoice:
-    """
-    The checkpoint that holds the best model.
-
-    Args:
-        path (`str`, *optional*):
-            Where it is; `None` if no evaluated checkpoint can be loaded.
-        step (`int`, *optional*), metric (`float`, *optional*):
-            Of which step, and what its evaluation gave.
-        refused (`str`):
-            Why the one the Trainer would have loaded is not it; empty if it is.
-    """
+    """The checkpoint that holds the best model."""
 
     path: str | None
     step: int | None
@@ -39,21 +29,7 @@ class BestChoice:
 
 
 class BestModel:
-    """
-    Chooses the best model of one run among checkpoints that can be loaded, and loads it.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        places (`list[Path]`):
-            Directories that hold its checkpoints.
-        refusal (`Callable[[Path], str | None]`):
-            Why the weights of a checkpoint cannot be loaded; `None` if they can.
-        may_be_loaded (`Callable[[Path], bool]`):
-            Whether a checkpoint may take the place of one that cannot.
-        on_refused (`Callable[[str, BestChoice], None]`):
-            Called with a best checkpoint that is not loaded, and with what is loaded in its place.
-    """
+    """Chooses the best model of one run among checkpoints that can be loaded, and loads it."""
 
     def __init__(
         self,

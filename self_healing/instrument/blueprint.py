@@ -17,13 +17,7 @@ from .objective import has_own_loss
 
 
 def blueprint_of(trainer: Any) -> dict[str, Any]:
-    """
-    Writes down the classes, arguments, model and precision of a trainer, in types that JSON has.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer, while it trains.
-    """
+    """Writes down the classes, arguments, model and precision of a trainer, in types that JSON has."""
     accelerator, args = trainer.accelerator, trainer.args
     reference = getattr(trainer, "ref_model", None)
     # Enumerations, and other subclasses of str and int, become what they are based on.
@@ -50,16 +44,7 @@ def blueprint_of(trainer: Any) -> dict[str, Any]:
 def kept_weights(trainer: Any, at_most: int) -> dict[str, Any]:
     """
     Copies the weights of a trainer's model to host memory: all of them, or those that are trained, as far as they are
-    small enough. Nothing where each process has a part of them.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer, while it trains.
-        at_most (`int`):
-            Bytes.
-
-    Returns:
-        `weights` by name, and whether they are `all_weights`; empty if they are too large.
+    small enough.
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     names = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}

@@ -36,12 +36,7 @@ _MOVED_SCALARS = {"use_adaptive_entropy": ("entropy_coef", "_last_world_entropy"
 
 @dataclass(slots=True)
 class Bookkeeping:
-    """
-    Everything a trainer counts beside weights and optimizer state, as of one moment.
-
-    Containers are marked by length, not copied: they are appended to or replaced, so a mark costs the same however
-    long ago the last log was.
-    """
+    """Everything a trainer counts beside weights and optimizer state, as of one moment."""
 
     scalars: dict[str, Any]
     running_loss: torch.Tensor
@@ -55,13 +50,7 @@ class Bookkeeping:
 
 
 class Bookkeeper:
-    """
-    Captures and rewinds the bookkeeping of one trainer.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-    """
+    """Captures and rewinds the bookkeeping of one trainer."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -77,13 +66,7 @@ class Bookkeeper:
         return self._rng
 
     def capture(self, running_loss: torch.Tensor | None = None) -> Bookkeeping:
-        """
-        Captures the bookkeeping.
-
-        Args:
-            running_loss (`torch.Tensor`, *optional*):
-                A copy of the running loss (0-d) that still holds, to save making another one.
-        """
+        """Captures the bookkeeping."""
         trainer = self._trainer
         attributes = vars(trainer)
         return Bookkeeping(
@@ -99,11 +82,7 @@ class Bookkeeper:
         )
 
     def _copy_moving_buffers(self) -> dict[str, torch.Tensor]:
-        """
-        Copies the buffers a forward pass changes (batch norm statistics, fp8 scales).
-
-        Which ones do is seen after the first step, by comparing: version counters are not moved by fused kernels.
-        """
+        """Copies the buffers a forward pass changes (batch norm statistics, fp8 scales)."""
         moving = self._moving_buffers
         if moving is None:
             buffers = [(name, each) for name, each in self._trainer.model.named_buffers() if not each.is_meta]

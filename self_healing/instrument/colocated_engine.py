@@ -14,13 +14,6 @@ def is_free_of_requests(trainer: Any) -> bool:
     """
     Drops what a call that raised has left in the engine, which the next call would answer together with its own
     prompts: their completions would come first, and each row would get those of another.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            One that generates with `VLLMGeneration` of TRL.
-
-    Returns:
-        Whether there is nothing left, or no engine; `False` as well where that cannot be known.
     """
     engine = getattr(getattr(getattr(trainer, "vllm_generation", None), "llm", None), "llm_engine", None)
     if engine is None:

@@ -17,16 +17,7 @@ from .zero import Zero, engine_of, load_as_written
 
 
 class DeepSpeedEngine(AccelerateEngine):
-    """
-    Runs the optimizer steps of a trainer under ZeRO stage 1, 2 or 3.
-
-    accelerate has DeepSpeed step in the last backward. Here that step is held back until the Trainer calls
-    `optimizer.step()`, which is empty under DeepSpeed: between the two the gradient lies in the partitions of the
-    ranks, and the step can be judged, computed again or left out. It is the same step, before that of the schedule.
-
-    Args:
-        As for [`AccelerateEngine`].
-    """
+    """Runs the optimizer steps of a trainer under ZeRO stage 1, 2 or 3."""
 
     def __init__(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(trainer, *args, **kwargs)
@@ -144,9 +135,6 @@ class WatchedDeepSpeed(AccelerateEngine):
     """
     Watches the optimizer steps of a trainer where DeepSpeed takes them in the last backward, and cannot be kept from
     it: one that DeepSpeed leaves out by itself is seen as what it is.
-
-    Args:
-        As for [`AccelerateEngine`].
     """
 
     def __init__(self, trainer: Any, *args: Any, **kwargs: Any) -> None:

@@ -12,7 +12,6 @@ import torch
 def free_memory(device: torch.device) -> None:
     """
     Gives back what nothing refers to: Python's cycles, and then what the allocator of the device keeps for later.
-    What is to be freed, gradients and exceptions included, must have no reference left.
     """
     gc.collect()
     if device.type != "cpu":
@@ -20,11 +19,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def memory_figures(device: torch.device) -> dict[str, int]:
-    """
-    Reads the memory in use, in bytes. On the device: allocated by tensors, reserved by the allocator, the peak of the
-    former, free and total, and how often the allocator had to release its cache and ask again. On the host: of
-    this process, and available.
-    """
+    """Reads the memory in use, in bytes."""
     found = {"host_used": psutil.Process().memory_info().rss, "host_available": psutil.virtual_memory().available}
     if device.type == "cuda":
         statistics = torch.cuda.memory_stats(device)
@@ -60,13 +55,7 @@ def memory_of(device: torch.device) -> int | None:
 
 
 class DeviceRoom:
-    """
-    Reads how much memory of a CUDA device this process holds, and may still have.
-
-    Args:
-        device (`torch.device`):
-            The device.
-    """
+    """Reads how much memory of a CUDA device this process holds, and may still have."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -14,15 +14,7 @@ from .window import Window
 
 
 class EarlierSteps:
-    """
-    Runs steps that were kept, between the backward of the step that is judged and its `optimizer.step()`.
-
-    Gradients and bookkeeping of that step are gone on return: it has to be computed again ([`Window.reexecute`]).
-
-    Args:
-        window ([`Window`]):
-            The step that is judged.
-    """
+    """Runs steps that were kept, between the backward of the step that is judged and its `optimizer.step()`."""
 
     def __init__(self, window: Window) -> None:
         self._window = window
@@ -30,12 +22,7 @@ class EarlierSteps:
         self._state = window.engine.trainer.state
 
     def loss_of(self, control: Control) -> float:
-        """
-        Computes the loss of an earlier step with the weights as they are, over all ranks.
-
-        Raises:
-            TrainingFault: An exception of the training code.
-        """
+        """Computes the loss of an earlier step with the weights as they are, over all ranks."""
         loss = self._loss_from_the_start(control)
         if not math.isfinite(loss):
             # A fault that passes may have struck just then.
@@ -44,21 +31,7 @@ class EarlierSteps:
         return loss
 
     def train_on(self, control: Control, scale: float) -> float:
-        """
-        Takes one optimizer step on an earlier step's batches, as an experiment: weights and moments move.
-
-        Args:
-            control ([`Control`]):
-                The batches.
-            scale (`float`):
-                Factor on the schedule's learning rate.
-
-        Returns:
-            `float`: the loss before the step, over all ranks.
-
-        Raises:
-            TrainingFault: An exception of the training code.
-        """
+        """Takes one optimizer step on an earlier step's batches, as an experiment: weights and moments move."""
         try:
             loss = self._loss_from_the_start(control)
             if math.isfinite(loss):
@@ -68,12 +41,7 @@ class EarlierSteps:
         return loss
 
     def replay(self, recording: Recording) -> StepSignals:
-        """
-        Applies an earlier step again, as it was applied then. Nothing is applied if it is not finite.
-
-        Raises:
-            TrainingFault: An exception of the training code.
-        """
+        """Applies an earlier step again, as it was applied then."""
         window, state = self._window, self._state
         assert window.start is not None
         tokens, step, norm = state.num_input_tokens_seen, state.global_step, None

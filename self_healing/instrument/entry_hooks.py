@@ -18,13 +18,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def entry_hooks_removed_on_exception(trainer: Any) -> Iterator[None]:
     """
     Takes off, if an exception leaves a call of `train()`, what that call put on the model before its first callback
-    (NEFTune's noise, the hooks of activation checkpointing and of `debug="underflow_overflow"`). The next call puts
-    all of it on again, and noise that is added twice is another training. Hooks of callbacks or of the user stay, and
-    those of FSDP2: what it has sharded stays sharded, and accelerate does not wrap it again.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
+    (NEFTune's noise, the hooks of activation checkpointing and of `debug="underflow_overflow"`).
     """
     model = trainer.model
     before = {key for _, key in _hooks_of(model)}

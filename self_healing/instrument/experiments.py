@@ -27,15 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepExperiments:
-    """
-    Computes a step in other ways than it was, to find out what is wrong with it.
-
-    But for [`repeatability`], its gradients are gone on return: it has to be computed again ([`Window.reexecute`]).
-
-    Args:
-        window ([`Window`]):
-            The step.
-    """
+    """Computes a step in other ways than it was, to find out what is wrong with it."""
 
     def __init__(self, window: Window) -> None:
         self._window = window
@@ -80,11 +72,7 @@ class StepExperiments:
     def rows_elsewhere(self, count: int) -> list[Any]:
         """
         Loads batches of one row each from all over the training data, none of them in this step, for each twice the
-        same: what is computed from a batch may need more than one. Empty for a stream, and where rows are generated.
-
-        Args:
-            count (`int`):
-                How many, at most.
+        same: what is computed from a batch may need more than one.
         """
         if self._window.objective.online:
             return []
@@ -98,17 +86,7 @@ class StepExperiments:
     # ---- where it begins ----
 
     def origin(self, backward: bool = False) -> Origin | None:
-        """
-        Finds where the step first gives a number that is not finite; `None` where that cannot be seen. Computes it
-        with a look at the output of every module.
-
-        Args:
-            backward (`bool`, *optional*, defaults to `False`):
-                Whether a gradient that is not finite is followed to the module whose backward it begins in.
-
-        Raises:
-            TrainingFault: An exception of the training code.
-        """
+        """Finds where the step first gives a number that is not finite; `None` where that cannot be seen."""
         found: Origin | None = None
         for index in range(self._window.size):
             if found is None or consensus.world_size() > 1:
@@ -119,11 +97,8 @@ class StepExperiments:
 
     def origin_in_row(self, index: int, row: int) -> Origin | None:
         """
-        Finds where the computation of one row of a micro-batch, alone, first gives a number that is not finite, in
-        the backward as well; `None` where it does not, or that cannot be seen.
-
-        Raises:
-            TrainingFault: An exception of the training code.
+        Finds where the computation of one row of a micro-batch, alone, first gives a number that is not finite, in the
+        backward as well; `None` where it does not, or that cannot be seen.
         """
         layout = self._layout(index)
 
@@ -177,12 +152,7 @@ class StepExperiments:
         return seen[0].details if seen else {}
 
     def finite_in_full_precision(self) -> bool | None:
-        """
-        Tells whether the step is finite without mixed precision; `None` where there is none.
-
-        Raises:
-            TrainingFault: An exception of the training code.
-        """
+        """Tells whether the step is finite without mixed precision; `None` where there is none."""
         with self._engine.full_precision() as changed:
             if not changed:
                 return None
@@ -195,12 +165,8 @@ class StepExperiments:
 
     def repeatability(self) -> Repeatability | None:
         """
-        Computes the step once more, of the rows it has, and tells how far the two lie apart; `None` if that cannot
-        be known. What was computed last takes the place of what was there: without a second set of gradients, it takes
-        the time of one forward and backward, two where they differ, and no memory.
-
-        Raises:
-            TrainingFault: An exception of the training code, twice.
+        Computes the step once more, of the rows it has, and tells how far the two lie apart; `None` if that cannot be
+        known.
         """
         first = self._print()
         if first is None or not self._computed_once_more():

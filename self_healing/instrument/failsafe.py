@@ -24,14 +24,7 @@ _MEANT = (UnrecoverableTrainingError, HealingFailed, consensus.Stranded, consens
 
 
 class Failsafe:
-    """
-    Decides what becomes of an exception that is raised in, or passes through, the wrapped methods of a trainer.
-
-    On one process a failure of this library is contained where it is raised. On one of several ranks it is noted where
-    no other one waits for this one ([`contained`], [`noted`]): the rank goes on, the vote of the next step tells all
-    of them, and they take the library off together. Where ranks meet ([`together`]) it ends the job, as an exception
-    of the training does, and the next start trains without healing.
-    """
+    """Decides what becomes of an exception that is raised in, or passes through, the wrapped methods of a trainer."""
 
     def __init__(self, trainer: Any, hooks: Hooks, replaced: Replacements, give_back: Callable[[], None]) -> None:
         self._trainer = trainer
@@ -109,11 +102,7 @@ class Failsafe:
         return HealingFailed.on_rank(consensus.own_rank(), int(self._trainer.state.global_step), error)
 
     def lets_pass(self, error: BaseException) -> bool:
-        """
-        Whether an exception in this library is no failure of it, and ends `train()`; the trainer is given back. torch
-        raises that a data loader worker has died wherever the main thread is, and that the device is lost wherever it
-        is waited for.
-        """
+        """Whether an exception in this library is no failure of it, and ends `train()`; the trainer is given back."""
         if not (is_meant(error) or self.tells_of_lost_device(error)):
             return False
         self.give_back()

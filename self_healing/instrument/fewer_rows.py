@@ -17,24 +17,7 @@ from .step_record import StepRecord
 
 @dataclass(frozen=True, slots=True)
 class FewerRows:
-    """
-    The rows that stay in a step, and what its loss is divided by without the others.
-
-    Args:
-        rows (`Mapping[int, Sequence[int]]`):
-            By micro-batch; one that is not named keeps all.
-        layouts (`Mapping[int, Layout | None]`):
-            How the rows of these micro-batches are told apart.
-        items (`Any`):
-            The Trainer's number of items without the rows that go; `None` where a batch carries its own.
-        dropped (`torch.Tensor`, *optional*):
-            By how much the number that each batch carries is lower, over all ranks.
-        micro_batches (`float`, *optional*):
-            How many micro-batches of each rank keep rows, on average over ranks; `None` where all do.
-        stand_in (`Any`, *optional*):
-            Computed in the place of a micro-batch that keeps no row, and counted for nothing. Only on several ranks,
-            where each makes as many calls as the others: of a sharded model, and of a loss, with collectives inside.
-    """
+    """The rows that stay in a step, and what its loss is divided by without the others."""
 
     rows: Mapping[int, Sequence[int]]
     layouts: Mapping[int, Layout | None]
@@ -45,17 +28,7 @@ class FewerRows:
 
     @classmethod
     def of(cls, step: StepRecord, rows: Mapping[int, Sequence[int]], engine: StepEngine) -> Self:
-        """
-        Counts what the loss is divided by, with all ranks together: one that keeps all its rows takes part.
-
-        Args:
-            step ([`StepRecord`]):
-                The step, with its micro-batches prepared.
-            rows (`Mapping[int, Sequence[int]]`):
-                Those that stay.
-            engine ([`StepEngine`]):
-                Of its trainer.
-        """
+        """Counts what the loss is divided by, with all ranks together: one that keeps all its rows takes part."""
         layouts = {index: step.layout(index) for index in rows}
         items, dropped = _count_items(step, rows, layouts, engine)
         device, counts = engine.view.device, [sum(not kept for kept in rows.values()), step.size]

@@ -16,15 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def save_generated(trainer: Any, checkpoint: Path) -> None:
-    """
-    Saves what is left of a generation cycle (GRPO, RLOO) with a checkpoint; at the end of a cycle nothing is.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        checkpoint (`Path`):
-            The checkpoint directory.
-    """
+    """Saves what is left of a generation cycle (GRPO, RLOO) with a checkpoint; at the end of a cycle nothing is."""
     if consensus.world_size() > 1:
         return
     rows = generated_rows(trainer)
@@ -43,15 +35,7 @@ def generated_rows(trainer: Any) -> Any:
 
 
 def load_generated(trainer: Any, checkpoint: Path) -> None:
-    """
-    Goes on with the generation cycle within which a checkpoint was written.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer, which has resumed from it.
-        checkpoint (`Path`):
-            The checkpoint directory.
-    """
+    """Goes on with the generation cycle within which a checkpoint was written."""
     path = checkpoint / GENERATED_FILE
     if "_buffered_inputs" not in vars(trainer) or not path.is_file():
         return

@@ -15,21 +15,7 @@ class NotGenerated(FloatingPointError):
 
 
 class GenerationGuard:
-    """
-    Looks at the weights before a trainer generates the rows it trains on.
-
-    With weights that are not finite the next token cannot be drawn. On a GPU that is an assertion in a kernel, after
-    which nothing can be computed there any more; on one of several ranks it ends the job, because the others wait for
-    its rows to be scored. So nobody generates any, and the step is one whose loss is not finite.
-
-    Args:
-        view ([`TrainerView`]):
-            Of the trainer.
-        failsafe ([`Failsafe`]):
-            Around the search, while the step is not judged yet.
-        judges (`Callable[[], bool]`):
-            Whether the step is being judged: what fails then is a failure of that.
-    """
+    """Looks at the weights before a trainer generates the rows it trains on."""
 
     def __init__(self, view: TrainerView, failsafe: Failsafe, judges: Callable[[], bool]) -> None:
         self._view = view
@@ -37,12 +23,7 @@ class GenerationGuard:
         self._judges = judges
 
     def generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """
-        Wraps what generates the rows of a step, and scores them. Ranks come to it together.
-
-        Raises:
-            NotGenerated: On all ranks, if weights of one are not finite.
-        """
+        """Wraps what generates the rows of a step, and scores them."""
         # An evaluation has no loss that could be taken for one that is not finite.
         if self._view.in_training_mode and self._spoiled():
             raise NotGenerated("the weights are not finite: nothing is generated with them")

@@ -33,13 +33,7 @@ def named_gradients_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tens
 
 
 def discard_gradients(model: torch.nn.Module) -> None:
-    """
-    Drops all gradients of a computation that is thrown away, finished or not. None of them reaches a later update.
-
-    Args:
-        model (`torch.nn.Module`):
-            The model that is trained.
-    """
+    """Drops all gradients of a computation that is thrown away, finished or not."""
     model.zero_grad()
     for parameter in model.parameters():
         # Even where a model's own `zero_grad` only fills with zeros: with those AdamW would still move the weights.
@@ -122,12 +116,7 @@ def _fsdp2_roots(model: torch.nn.Module) -> list[Any]:
 def reshard(model: torch.nn.Module) -> None:
     """
     Gives back weights that a forward without a backward (an evaluation) has left gathered under FSDP2: accelerate
-    (1.15) has norm and head stay so. Gathered ones are copies: what is written to them is lost. All ranks come here
-    together, because the next forward gathers what is not gathered.
-
-    Args:
-        model (`torch.nn.Module`):
-            The model that is trained.
+    (1.15) has norm and head stay so.
     """
     for module in _fsdp2_modules(model):
         module.reshard()

@@ -8,10 +8,7 @@ from .window import Window
 
 
 class Hooks:
-    """
-    The events of an [`Instrument`], in the order in which a step meets them. Here all of them do nothing, and every
-    question is answered as for a plain trainer.
-    """
+    """The events of an [`Instrument`], in the order in which a step meets them."""
 
     # ---- a micro-batch is computed ----
 

@@ -11,22 +11,7 @@ import torch
 
 
 class Interception:
-    """
-    Stands in for a method of one model.
-
-    A function would be shared by every deep copy of the model (an EMA, a checkpoint kept by a callback), which would
-    then run the model it was copied from.
-
-    Args:
-        model (`torch.nn.Module`):
-            The model.
-        name (`str`):
-            Of the method.
-        original (`Callable`):
-            The method.
-        wrapper (`Callable`):
-            Called as `wrapper(original, *args, **kwargs)`.
-    """
+    """Stands in for a method of one model."""
 
     def __init__(
         self, model: torch.nn.Module, name: str, original: Callable[..., Any], wrapper: Callable[..., Any]

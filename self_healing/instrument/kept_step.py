@@ -17,17 +17,7 @@ HOST = torch.device("cpu")
 
 @dataclass(slots=True)
 class Control:
-    """
-    A healthy step that is kept, to be computed again with other weights.
-
-    Args:
-        calls (`list`):
-            Its calls of `training_step`: model, inputs, arguments.
-        loss (`float`):
-            What came out of them.
-        nbytes (`int`):
-            Memory their inputs take.
-    """
+    """A healthy step that is kept, to be computed again with other weights."""
 
     calls: list[Call]
     loss: float
@@ -44,23 +34,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """
-    A step that was applied, with all that is needed to apply it again bit for bit.
-
-    Args:
-        step (`int`):
-            Optimizer steps finished before it.
-        control ([`Control`]):
-            Its calls and their loss.
-        rng ([`RandomState`]):
-            The random states it began with.
-        rates (`list[float]`):
-            The learning rate of each parameter group.
-        scaled_by (`float`):
-            Factor on its gradients, beyond the Trainer's own clipping.
-        options (`list[dict]`):
-            Settings of each parameter group that a schedule may have changed.
-    """
+    """A step that was applied, with all that is needed to apply it again bit for bit."""
 
     step: int
     control: Control

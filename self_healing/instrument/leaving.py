@@ -11,19 +11,7 @@ from .window import Window
 
 
 class Leaving:
-    """
-    Ends one trainer's run with the step that is under way.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        view ([`TrainerView`]):
-            Of it.
-        position ([`DataPosition`]):
-            Where it is in its data.
-        window (`Callable[[], Window | None]`):
-            Gives the step, which knows whether any rank has to leave.
-    """
+    """Ends one trainer's run with the step that is under way."""
 
     def __init__(
         self, trainer: Any, view: TrainerView, position: DataPosition, window: Callable[[], Window | None]

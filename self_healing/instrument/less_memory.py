@@ -8,15 +8,7 @@ from .live_state import innermost
 
 
 class ActivationCheckpointing:
-    """
-    Switches activation checkpointing of a model on and off in the middle of a run.
-
-    The training arguments for it are read once, when `train()` is entered; after that it is set on the model.
-
-    Args:
-        model (`torch.nn.Module`):
-            The model that is trained.
-    """
+    """Switches activation checkpointing of a model on and off in the middle of a run."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -58,13 +50,7 @@ class ActivationCheckpointing:
 
 
 class UpdateOneByOne:
-    """
-    Has an optimizer of torch update parameter by parameter: all at once takes as much memory again as they do.
-
-    Args:
-        optimizer (`Any`):
-            The trainer's optimizer.
-    """
+    """Has an optimizer of torch update parameter by parameter: all at once takes as much memory again as they do."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

@@ -19,25 +19,7 @@ from .zero import Partitioning, Zero, own_part, zero_of
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """
-    The tensors of one trainer, as they are now.
-
-    Args:
-        parameters (`dict[str, torch.Tensor]`):
-            What is trained, and a reference model that follows it; each tensor once, however many names it has.
-        buffers (`dict[str, torch.Tensor]`):
-            Of the model.
-        optimizer (`torch.optim.Optimizer`, *optional*):
-            The innermost one; `None` where an engine of its own holds it.
-        scaler (`dict[str, torch.Tensor]`):
-            Of a `GradScaler` that has begun.
-        frozen (`dict[str, torch.Tensor]`, *optional*):
-            Parameters of the model that are not trained: in no snapshot, because they stay as they are.
-        loss_scaler (`dict`, *optional*):
-            What DeepSpeed's knows, in plain values: its own attributes, which are written to.
-        partitioning ([`Partitioning`], *optional*):
-            What the optimizer updates under ZeRO.
-    """
+    """The tensors of one trainer, as they are now."""
 
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
@@ -123,18 +105,7 @@ def offloaded_tensors(model: torch.nn.Module) -> list[str]:
 def nonfinite_tensors(
     model: torch.nn.Module, optimizer: Any, partitions: Mapping[str, torch.Tensor] | None = None
 ) -> list[str]:
-    """
-    Names what is not finite in all that a checkpoint holds of a model and its optimizer.
-
-    Args:
-        model (`torch.nn.Module`):
-            Its parameters, frozen ones included, and buffers.
-        optimizer:
-            The innermost one: its state, nested where it is, and what its groups hold beside it. Among the settings
-            Inf may be meant (Prodigy's `growth_rate` is).
-        partitions (`Mapping[str, torch.Tensor]`, *optional*):
-            What the optimizer updates in place of the parameters (ZeRO).
-    """
+    """Names what is not finite in all that a checkpoint holds of a model and its optimizer."""
     search = Search()
     for name, partition in (partitions or {}).items():
         search.add(name, partition, inf=True)
@@ -235,13 +206,7 @@ def optimizer_in_training_mode(trainer: Any) -> None:
 
 
 def reset_moments(trainer: Any) -> bool:
-    """
-    Clears the optimizer's state, so that it begins as in the first step.
-
-    Returns:
-        Whether it did: optimizers that make their state in the constructor, or are not known to make it again, are
-        left alone, because their next step would fail.
-    """
+    """Clears the optimizer's state, so that it begins as in the first step."""
     optimizer = innermost(trainer.optimizer)
     known = type(optimizer).__module__.split(".")[0] in ("torch", "transformers", "bitsandbytes", "torchao")
     if not known or isinstance(optimizer, torch.optim.Adagrad):
@@ -251,11 +216,7 @@ def reset_moments(trainer: Any) -> bool:
 
 
 def reload_checkpoint(trainer: Any, checkpoint: str) -> None:
-    """
-    Puts weights, optimizer state and scaler of a checkpoint into a trainer in the middle of a run.
-
-    Step counter, schedule, data and random states stay where they are.
-    """
+    """Puts weights, optimizer state and scaler of a checkpoint into a trainer in the middle of a run."""
     schedule = copy.deepcopy(trainer.lr_scheduler.state_dict())
     groups = trainer.optimizer.param_groups
     rates = [{name: group[name] for name in ("lr", "initial_lr") if name in group} for group in groups]

@@ -21,12 +21,7 @@ _PATIENCE = 2.0
 
 
 class WorkerDeaths:
-    """
-    Lets the death of a data loader worker surface where batches are fetched, and nowhere else.
-
-    torch raises for it in a signal handler, wherever the training thread is: inside `optimizer.step()` that leaves
-    weights half updated, inside a callback it may be caught and gone. No batch is missing before the next is fetched.
-    """
+    """Lets the death of a data loader worker surface where batches are fetched, and nowhere else."""
 
     def __init__(self) -> None:
         self._torchs: Callable[[int, FrameType | None], Any] | None = None
@@ -35,12 +30,7 @@ class WorkerDeaths:
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
-        """
-        Marks that batches are fetched inside: a dead worker is raised here.
-
-        Raises:
-            RuntimeError: What torch says of a worker that has died since, or dies meanwhile.
-        """
+        """Marks that batches are fetched inside: a dead worker is raised here."""
         held, self._held = self._held, None
         if held is not None:
             raise held
@@ -89,13 +79,6 @@ def end_awaited_workers(frame: FrameType | None) -> list[int]:
     """
     Ends the workers of the data loader that the code of a frame waits for; left alone, they would outlive it, or be
     waited for when it goes.
-
-    Args:
-        frame (`FrameType`, *optional*):
-            Where the training thread is.
-
-    Returns:
-        `list[int]`: The processes that were ended.
     """
     ended: list[int] = []
     waiting: _MultiProcessingDataLoaderIter | None = None
@@ -116,10 +99,6 @@ def end_workers_that_failed(error: BaseException) -> None:
     """
     Ends the workers of the data loader that an exception came out of because one of them is dying: torch raises again,
     wherever the training thread is by then, when it learns of it.
-
-    Args:
-        error (`BaseException`):
-            What was raised while a batch was taken over.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

@@ -13,13 +13,6 @@ from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 class TrainingLoader:
     """
     Reads and replaces dataset and collate function of one trainer's training data loader; those of evaluations stay.
-
-    torch refuses to set `dataset` on a loader that exists, though its iterators, made at the beginning of each epoch,
-    read it then; so do the loaders that accelerate makes of this one to skip what was trained on.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer, in `on_train_begin` or later.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -37,15 +30,7 @@ class TrainingLoader:
         self.collate: Any = getattr(self._loader, "__dict__", {}).get("collate_fn")
 
     def read_from(self, dataset: Any, collate: Any) -> None:
-        """
-        Has the loader take its samples from another dataset, and make batches of them in another way.
-
-        Args:
-            dataset (`Any`):
-                Of the same kind as `self.dataset`.
-            collate (`Callable[[list], Any]`):
-                In place of `self.collate`.
-        """
+        """Has the loader take its samples from another dataset, and make batches of them in another way."""
         vars(self._dataset_of)["dataset"] = dataset
         vars(self._loader)["collate_fn"] = collate
 
@@ -74,15 +59,7 @@ class TrainingLoader:
         return None
 
     def rows_elsewhere(self, count: int, without: Collection[int]) -> list[Any]:
-        """
-        Loads batches of one sample, twice, from all over the data.
-
-        Args:
-            count (`int`):
-                How many batches, at most.
-            without (`Collection[int]`):
-                Samples that are not to be among them.
-        """
+        """Loads batches of one sample, twice, from all over the data."""
         samples = None if self.streams else self.samples
         if not samples or self.collate is None:
             return []

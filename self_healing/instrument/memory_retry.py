@@ -31,21 +31,7 @@ _COMPUTING_SECONDS = 20.0
 
 
 class MemoryRetry:
-    """
-    Has memory freed where it ran out, and computes again what failed.
-
-    Args:
-        view ([`TrainerView`]):
-            Of the trainer.
-        hooks ([`Hooks`]):
-            Asked to make room.
-        failsafe ([`Failsafe`]):
-            Around them.
-        heartbeat ([`Heartbeat`]):
-            Expects parts of a step to take longer from here on.
-        window (`Callable[[], Window | None]`):
-            Gives the step that is being computed; `None` once the trainer was given back.
-    """
+    """Has memory freed where it ran out, and computes again what failed."""
 
     def __init__(
         self,
@@ -64,17 +50,7 @@ class MemoryRetry:
         self.experimenting = False
 
     def caught(self, error: Exception, place: Place | None = None, alone: bool = False) -> OutOfMemory | None:
-        """
-        Takes an exception as an out-of-memory error to be handled; `None` for any other one.
-
-        Args:
-            error (`Exception`):
-                The exception.
-            place (`str`, *optional*):
-                What was going on, if that is known.
-            alone (`bool`, *optional*, defaults to `False`):
-                Whether one rank of several can compute what failed again without the others.
-        """
+        """Takes an exception as an out-of-memory error to be handled; `None` for any other one."""
         if not self._failsafe.attached or not self._view.can_reexecute or not self._hooks.heals_memory:
             return None
         found = caught(error, self._view.device, place)
@@ -119,15 +95,6 @@ class MemoryRetry:
     def until_it_fits(self, compute: Callable[[], _T], discard: Callable[[], None]) -> _T:
         """
         Computes something that begins with rewinding the step: it can be begun again with more memory, or once more.
-
-        Args:
-            compute (`Callable`):
-                The computation.
-            discard (`Callable[[], None]`):
-                Drops the gradients of an attempt that ran out of memory.
-
-        Raises:
-            TrainingFault: The exception that is left.
         """
         repeated = False
         while True:
@@ -173,15 +140,7 @@ class MemoryRetry:
 
     @contextlib.contextmanager
     def experiment(self) -> Iterator[None]:
-        """
-        Marks what is computed inside as not needed by the run: where memory runs out in it, it is given up. Of several
-        ranks all give it up, or none.
-
-        Raises:
-            TrainingFault: Also where memory ran out in this library, or training code has raised on another rank.
-            Stranded: If it has raised on this rank alone, and the others may wait for it in a collective of the
-                training.
-        """
+        """Marks what is computed inside as not needed by the run: where memory runs out in it, it is given up."""
         before, self.experimenting = self.experimenting, True
         try:
             yield

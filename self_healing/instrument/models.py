@@ -14,10 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def models_of(trainer: Any) -> list[torch.nn.Module]:
-    """
-    Finds the models a trainer calls: what it trains, its reference, teachers and reward models. Unwrapped (DDP),
-    without parts of others among them, and without modules that are no models (losses).
-    """
+    """Finds the models a trainer calls: what it trains, its reference, teachers and reward models."""
     wrapped = _inside(getattr(trainer, "model_wrapped", trainer.model))
     held: list[Any] = [wrapped if type(wrapped).__name__ == "OptimizedModule" else trainer.model]
     for name, value in vars(trainer).items():

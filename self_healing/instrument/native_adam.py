@@ -8,16 +8,7 @@ import torch
 
 
 class NativeAdam:
-    """
-    Knows the powers of the betas that DeepSpeed's Adam for the CPU multiplies from step to step.
-
-    They lie in its library, where nothing reads them. Before a step that is not the next one it computes them anew, a
-    rounding apart (`IncrementStep` in `cpu_adam.h`, DeepSpeed 0.19.8): a run that went back would go on with others.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`):
-            One that [`NativeAdam.is_in`] has said yes of, when `train()` is entered.
-    """
+    """Knows the powers of the betas that DeepSpeed's Adam for the CPU multiplies from step to step."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

@@ -7,15 +7,7 @@ from types import TracebackType
 
 
 class OnException:
-    """
-    Asks a method about the exception that leaves a block, as often as it is entered.
-
-    A training step goes through a dozen of these, and a generator of `contextlib` takes four times as long.
-
-    Args:
-        ends_with (`Callable[[BaseException], bool]`):
-            Called with the exception; whether it ends here.
-    """
+    """Asks a method about the exception that leaves a block, as often as it is entered."""
 
     __slots__ = ("_ends_with",)
 

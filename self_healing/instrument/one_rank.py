@@ -25,31 +25,7 @@ _ASKING = ("gather_for_metrics", "gather", "reduce", "pad_across_processes")
 
 
 class OneRankRetry:
-    """
-    Computes a micro-batch once more on this rank alone.
-
-    Under DDP ranks meet in the reduction of gradients, which begins in the backward pass. Until then what one of them
-    does is its own matter: the others wait for it in the next collective, however long it takes. So a micro-batch can
-    be taken back as long as nothing in it has been added to a gradient, and no collective has begun, by the counts of
-    the process groups, but those that are known and not entered once more: what DDP sends at the beginning of a
-    forward (buffers of the first rank), and what the loss asks accelerate for (metrics that are gathered), which is
-    given the answers it was given before.
-
-    Neither do ranks meet before the backward under ZeRO-1 and 2, whose gradients lie beside the parameters, too.
-
-    A sharded model gathers its weights in each call, so there nothing can be taken back. Neither can the first step of
-    a static graph: DDP learns the graph from the first backward pass, and counts the forwards until then.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        view ([`TrainerView`]):
-            Of it.
-        ledger ([`Bookkeeper`]):
-            What it counts.
-        replaced ([`Replacements`]):
-            Where the wrapped model is watched.
-    """
+    """Computes a micro-batch once more on this rank alone."""
 
     def __init__(self, trainer: Any, view: TrainerView, ledger: Bookkeeper, replaced: Replacements) -> None:
         self._trainer = trainer
@@ -157,13 +133,7 @@ class OneRankRetry:
         return not self.why_not()
 
     def why_not(self, place: Place = "forward") -> str:
-        """
-        Says why what has failed cannot be computed again on this rank alone; empty if it can.
-
-        Args:
-            place (`str`, *optional*):
-                Where it has failed.
-        """
+        """Says why what has failed cannot be computed again on this rank alone; empty if it can."""
         if self._refusal:
             return self._refusal
         if place == "evaluation":
@@ -179,13 +149,7 @@ class OneRankRetry:
         return "a gradient has been added to" if any(changed) else ""
 
     def compute_again(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """
-        Takes the micro-batch back, and computes it once more from where it was prepared.
-
-        Args:
-            compute (`Callable`):
-                Makes the call of the trainer.
-        """
+        """Takes the micro-batch back, and computes it once more from where it was prepared."""
         before = self._before
         assert before is not None
         self._ledger.rewind_step(before)

@@ -27,25 +27,6 @@ def compute_one_step(
     """
     Computes one step of a trainer: its models are prepared by its own `train()`, with mixed precision, activation
     checkpointing and whatever else it puts around them.
-
-    Its attributes are changed, and left so: for a trainer made for this, or one that is put back afterwards.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer, with arguments for one step.
-        micro_batches (`Sequence`):
-            Prepared micro-batches, in their order.
-        items (`Any`):
-            What their losses are divided by; `None` if they know that themselves.
-        random_state ([`RandomState`]):
-            The random states that the step begins with.
-        judge (`Callable[[Window], None]`):
-            Given the step, with its loss and gradients computed.
-        load_from (`str`, *optional*):
-            A checkpoint whose weights are loaded first.
-
-    Raises:
-        Exception: What the training code, or the judge, raises.
     """
     if load_from is not None:
         trainer._load_from_checkpoint(load_from)

@@ -22,25 +22,7 @@ from .zero import engine_of
 
 
 class OptimizerStep:
-    """
-    Wraps the optimizer steps of one trainer's loop.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        hooks ([`Hooks`]):
-            Called before and after each step.
-        failsafe ([`Failsafe`]):
-            Around them.
-        retry ([`MemoryRetry`]):
-            Handles memory that runs out.
-        rates ([`Rates`]):
-            The rates in force.
-        reentry ([`Reentry`]):
-            Knows the phase of the step, which is set here.
-        window (`Callable[[], Window | None]`):
-            Gives the step that is applied.
-    """
+    """Wraps the optimizer steps of one trainer's loop."""
 
     def __init__(
         self,

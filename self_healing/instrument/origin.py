@@ -15,18 +15,7 @@ from ..extents import extent_of
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """
-    The place where a computation first gave a number that is not finite.
-
-    Args:
-        place (`str`):
-            `"inputs"` of the model, the output of a `"module"`, the `"loss"` made of finite outputs, or the
-            `"gradient"` of a finite loss.
-        names (`tuple[str, ...]`):
-            Of the inputs, of the module, or of the parameters whose gradients are not finite.
-        details (`dict`):
-            Of a module: its class, the type of its output, whether its inputs were finite and the largest of them.
-    """
+    """The place where a computation first gave a number that is not finite."""
 
     place: Literal["inputs", "module", "loss", "gradient"]
     names: tuple[str, ...] = ()
@@ -58,15 +47,7 @@ class Origin:
 
 @contextlib.contextmanager
 def watching_outputs(models: Mapping[str, torch.nn.Module]) -> Iterator[list[Origin]]:
-    """
-    Notes the modules whose outputs are not finite, in the order in which they are computed, for one computation.
-
-    Compiled code calls no hooks: it runs as it was written meanwhile.
-
-    Args:
-        models (`Mapping[str, torch.nn.Module]`):
-            The models, by what their modules' names begin with.
-    """
+    """Notes the modules whose outputs are not finite, in the order in which they are computed, for one computation."""
     found: list[Origin] = []
     with _hooked(models, lambda name, module: module.register_forward_hook(_note(name, found), with_kwargs=True)):
         yield found
@@ -74,14 +55,7 @@ def watching_outputs(models: Mapping[str, torch.nn.Module]) -> Iterator[list[Ori
 
 @contextlib.contextmanager
 def watching_gradients(models: Mapping[str, torch.nn.Module]) -> Iterator[list[Origin]]:
-    """
-    Notes the module in whose backward the gradient is first not finite, for one computation with a finite loss. Only
-    modules that have none inside are looked at: others may give what such hooks do not see into.
-
-    Args:
-        models (`Mapping[str, torch.nn.Module]`):
-            The models, by what their modules' names begin with.
-    """
+    """Notes the module in whose backward the gradient is first not finite, for one computation with a finite loss."""
     found: list[Origin] = []
 
     def hook(name: str, module: torch.nn.Module) -> Any:

@@ -30,24 +30,7 @@ _REQUEST = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(B|bytes|KiB|MiB|GiB|TiB)
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """
-    An out-of-memory error, without the frames that hold the memory.
-
-    Args:
-        place (`str`):
-            What was going on.
-        error (`Exception`):
-            The exception; what its frames held is gone.
-        requested (`int`, *optional*):
-            Bytes that were asked for, if the message says so.
-        figures (`dict`):
-            Memory of device and host when it was caught, in bytes.
-        raised_in (`str`):
-            File, line and function it was raised in.
-        alone (`bool`, *optional*, defaults to `False`):
-            Whether it is to be handled on one rank of several, while the others wait: with nothing that they take part
-            in, and without touching the micro-batches before this one.
-    """
+    """An out-of-memory error, without the frames that hold the memory."""
 
     place: Place
     error: Exception
@@ -64,18 +47,7 @@ class OutOfMemory:
 
 
 def caught(error: Exception, device: torch.device, place: Place | None = None) -> OutOfMemory | None:
-    """
-    Reads an out-of-memory error; `None` if the exception is none.
-
-    Args:
-        error (`Exception`):
-            The exception. Of one that is an out-of-memory error the frames are cleared: they hold the activations of
-            what failed.
-        device (`torch.device`):
-            The device of the run.
-        place (`str`, *optional*):
-            What was going on, if that is known; else its traceback tells. That it was vLLM it always does.
-    """
+    """Reads an out-of-memory error; `None` if the exception is none."""
     if not is_out_of_memory(error):
         return None
     figures = memory_figures(device)
@@ -129,17 +101,7 @@ def let_go(error: BaseException | None) -> None:
 
 
 def with_room(compute: Callable[[], _T], device: torch.device, give_up: Callable[[], None] | None = None) -> _T:
-    """
-    Computes something; where memory runs out in it, frees memory and begins once more.
-
-    Args:
-        compute (`Callable`):
-            The computation, which can be begun again, and in which no other process takes part.
-        device (`torch.device`):
-            Where it computes.
-        give_up (`Callable`, *optional*):
-            Drops what holds memory and is not needed any more.
-    """
+    """Computes something; where memory runs out in it, frees memory and begins once more."""
     try:
         return compute()
     except Exception as error:

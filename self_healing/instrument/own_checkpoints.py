@@ -34,18 +34,7 @@ def emergency_path(trainer: Any) -> Path:
 
 
 def write_checkpoint(trainer: Any, folder: Path) -> None:
-    """
-    Writes a checkpoint of the trainer as it stands into a folder.
-
-    It is complete whatever the user's checkpoints hold, goes to a folder of its own, so that it neither overwrites
-    one of them nor rotates one out, and is not pushed to the Hub.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        folder (`Path`):
-            Takes the place of its `output_dir`.
-    """
+    """Writes a checkpoint of the trainer as it stands into a folder."""
     ours, elsewhere = Replacements(), {"save_strategy": SaveStrategy.NO, "output_dir": str(folder)}
     for name, value in ({"push_to_hub": False, "save_only_model": False} | elsewhere).items():
         ours.put(trainer.args, name, value)
@@ -58,16 +47,7 @@ def write_checkpoint(trainer: Any, folder: Path) -> None:
 def write_beside(trainer: Any, checkpoint: Path) -> Path:
     """
     Writes a checkpoint once more as the trainer stands now, beside the one before: a process that is killed meanwhile
-    leaves that one whole. What has not changed is shared with it.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        checkpoint (`Path`):
-            The one before.
-
-    Returns:
-        `Path`: where the new one is.
+    leaves that one whole.
     """
     beside = Path(trainer.args.output_dir, BESIDE_DIR, checkpoint.name)
     shutil.rmtree(beside, ignore_errors=True)
@@ -94,10 +74,7 @@ def _link_or_copy(file: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def refusing_nothing(trainer: Any, whole: bool = False) -> Iterator[None]:
-    """
-    Within it, what JSON or safetensors refuses is written in a form that they take, and named; the rest as ever. If
-    `whole`, optimizer state and all else it takes to continue are written, whatever the user's checkpoints hold.
-    """
+    """Within it, what JSON or safetensors refuses is written in a form that they take, and named; the rest as ever."""
     replacements, state, model = Replacements(), trainer.state, trainer.model
 
     def save_state(original: Any, path: str) -> None:

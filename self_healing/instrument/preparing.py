@@ -11,17 +11,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def preparing(trainer: Any, change: Callable[[Any], Any], prepared: Any = None) -> Iterator[None]:
-    """
-    Passes what `_prepare_inputs` of a trainer returns through `change`, once.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        change (`Callable[[Any], Any]`):
-            Gives the batch to train on.
-        prepared (`Any`, *optional*):
-            What it has returned before, to be used again instead of preparing the batch once more.
-    """
+    """Passes what `_prepare_inputs` of a trainer returns through `change`, once."""
     original, was_set = trainer._prepare_inputs, "_prepare_inputs" in vars(trainer)
     changed = False
 

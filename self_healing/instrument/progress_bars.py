@@ -15,10 +15,6 @@ def remove_progress_bars(trainer: Any) -> None:
     """
     Takes away the bars that callbacks have left on the terminal: entered again, `train()` has them draw new ones,
     which would be drawn below those, and over what is written in between.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer, between two calls of its `train()`.
     """
     for callback in trainer.callback_handler.callbacks:
         try:

@@ -12,18 +12,7 @@ from .view import TrainerView
 
 
 class Rates:
-    """
-    Sets rates and options of the parameter groups for one step. Before and after it, the groups hold the schedule's,
-    so that schedulers which compute from the current rate, and checkpoints, see nothing of it.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        view ([`TrainerView`]):
-            Of it.
-        hooks ([`Hooks`]):
-            Asked for the factor in force.
-    """
+    """Sets rates and options of the parameter groups for one step."""
 
     def __init__(self, trainer: Any, view: TrainerView, hooks: Hooks) -> None:
         self._trainer = trainer

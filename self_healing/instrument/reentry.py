@@ -28,19 +28,7 @@ logger = logging.getLogger("self_healing")
 
 
 class Reentry:
-    """
-    Follows one `train()` call closely enough to leave it at any point and to continue it in another.
-
-    Following, leaving and entering again stay together: all three read and write where in its epoch the run is.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        ledger ([`Bookkeeper`]):
-            Its bookkeeping.
-        position ([`DataPosition`]):
-            Its place in the data.
-    """
+    """Follows one `train()` call closely enough to leave it at any point and to continue it in another."""
 
     def __init__(self, trainer: Any, ledger: Bookkeeper, position: DataPosition) -> None:
         self._trainer = trainer
@@ -182,13 +170,7 @@ class Reentry:
     # ---- leaving ----
 
     def rewind_to_last_step(self) -> tuple[Bookkeeping, Pending, Leave] | None:
-        """
-        Brings the trainer to the end of its last finished step, after an exception left `train()`.
-
-        Returns:
-            The bookkeeping as of then, what the Trainer still owed that step, and where in the epoch it was; or `None`
-            where no step had begun or weights and moments may have been half updated.
-        """
+        """Brings the trainer to the end of its last finished step, after an exception left `train()`."""
         trainer = self._trainer
         if self.finished is None or self.phase in (Phase.IDLE, Phase.STEPPING):
             return None
@@ -210,11 +192,7 @@ class Reentry:
         return bookkeeping, pending, leave
 
     def _resume_rng(self, finished: Bookkeeping) -> RandomState:
-        """
-        Gives the random state a resume has to load to draw what the interrupted step would have drawn.
-
-        At an epoch boundary it is loaded before the data iterator is made, elsewhere after the window was fetched.
-        """
+        """Gives the random state a resume has to load to draw what the interrupted step would have drawn."""
         if self._position.micro_batches == 0 and self._epoch_rng is not None:
             return self._epoch_rng
         return self._after_fetch_rng or finished.rng
@@ -297,19 +275,7 @@ class Reentry:
     def continue_from(self, point: ResumePoint, started_at: float) -> bool:
         """
         Goes on with running loss, metrics and token counts of the interrupted call, and delivers what it owed its last
-        step. Called in `on_train_begin` of a re-entry.
-
-        Args:
-            point ([`ResumePoint`]):
-                Where the run was left.
-            started_at (`float`):
-                When it began, in seconds since the epoch.
-
-        Returns:
-            Whether something was owed; the checkpoint has to be written again then.
-
-        Raises:
-            TrainingFault: An exception of the training code.
+        step.
         """
         self._ledger.continue_from(point.bookkeeping)
         self._continues = True
@@ -334,23 +300,6 @@ class Reentry:
     def deliver_pending(self, path: str, pending: Pending, leave: Leave, started_at: float) -> Leave:
         """
         Delivers what is owed to the step of a checkpoint that was written before all that follows from it was done.
-        Called in `on_train_begin` of the process that resumes from it.
-
-        Args:
-            path (`str`):
-                The checkpoint.
-            pending ([`Pending`]):
-                What is owed.
-            leave ([`Leave`]):
-                Where the run was left.
-            started_at (`float`):
-                When the run began, in seconds since the epoch.
-
-        Returns:
-            [`Leave`]: where it is left now. The checkpoint has to be written again.
-
-        Raises:
-            TrainingFault: An exception of the training code.
         """
         trainer = self._trainer
         self._stop = leave.stop

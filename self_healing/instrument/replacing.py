@@ -48,14 +48,7 @@ class Replacements:
         return getattr(holder, name)
 
     def give_back(self, replacements: Iterable[Any] | None = None) -> None:
-        """
-        Gives attributes back, the last replaced first.
-
-        Args:
-            replacements (`Iterable`, *optional*):
-                What was put in their place; one that was replaced since stays until that is given back. Defaults to
-                all.
-        """
+        """Gives attributes back, the last replaced first."""
         wanted = None if replacements is None else {id(replacement) for replacement in replacements}
         replaced, self._replaced = self._replaced, []
         for each in reversed(replaced):

@@ -37,16 +37,7 @@ _SPREAD = (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93)
 
 
 class Replicas:
-    """
-    Reads the trained weights of one process, to be compared with those of the processes that keep the same.
-
-    These are all processes under DDP. Under HSDP they are those with the same shard, under tensor parallelism those
-    with the same part of a tensor, as its placements tell.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-    """
+    """Reads the trained weights of one process, to be compared with those of the processes that keep the same."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -88,13 +79,7 @@ class Replicas:
 
     @torch.no_grad()
     def digest(self) -> torch.Tensor:
-        """
-        Makes one number of all weights and of who keeps them. Added up over all ranks it is zero ([`are_apart`]) as
-        long as each keeps what the others of its group do: in a group the factors of a tensor add up to zero.
-
-        Returns:
-            `torch.Tensor` of shape `(DIGEST_PARTS,)`, in single precision; nothing has waited for the device.
-        """
+        """Makes one number of all weights and of who keeps them."""
         device = self._trainer.accelerator.device
         kept = list(self._kept())
         if not kept:
@@ -122,15 +107,7 @@ class Replicas:
 
 
 def factors_of(kept: Sequence[tuple[str, Group]], rank: int) -> torch.Tensor:
-    """
-    Gives the factors of tensors in the digest of a rank.
-
-    Args:
-        kept (`Sequence[tuple[str, Group]]`):
-            The tensors, by name, and the ranks that keep each; this one is among them.
-        rank (`int`):
-            Number of the rank.
-    """
+    """Gives the factors of tensors in the digest of a rank."""
     # Odd for each tensor, times a number of the rank; these add up to zero over the group.
     factors = [
         (random.Random(name).getrandbits(_BITS) | 1) * _numbers_of(group)[group.index(rank)] for name, group in kept
@@ -139,15 +116,7 @@ def factors_of(kept: Sequence[tuple[str, Group]], rank: int) -> torch.Tensor:
 
 
 def digest_of(sums: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """
-    Makes a digest of the weights of a rank.
-
-    Args:
-        sums (`torch.Tensor` of shape `(tensors,)`, int64):
-            Of their bits.
-        factors (`torch.Tensor` of shape `(tensors,)`, int64):
-            Of [`factors_of`].
-    """
+    """Makes a digest of the weights of a rank."""
     # Each bit of a sum, the uppermost too, has to reach many of the digest: some numbers of ranks are even.
     for odd in _SPREAD:
         sums = sums * _signed(odd)
@@ -159,18 +128,7 @@ def digest_of(sums: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def sum_of_all(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """
-    Makes one number of tensors, by their names: another bit or another tensor makes another number.
-
-    Args:
-        tensors (`Mapping[str, torch.Tensor]`):
-            Plain ones, or of kinds that tell what they are made of.
-        device (`torch.device`):
-            Where the number is made.
-
-    Returns:
-        `torch.Tensor` of shape `()`, int64; nothing has waited for the device.
-    """
+    """Makes one number of tensors, by their names: another bit or another tensor makes another number."""
     plain = [(name, part) for name, tensor in tensors.items() for part in _plain_parts(tensor)]
     if not plain:
         return torch.zeros((), dtype=torch.int64, device=device)
@@ -249,15 +207,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """
-    Some weights of one rank, where they are not those of the others.
-
-    Args:
-        places (`dict[str, torch.Tensor]`):
-            By tensor, which of its elements.
-        values (`dict[str, torch.Tensor]`):
-            What they are on this rank.
-    """
+    """Some weights of one rank, where they are not those of the others."""
 
     places: dict[str, torch.Tensor]
     values: dict[str, torch.Tensor]
@@ -266,17 +216,7 @@ class Apart:
     def among(
         cls, tensors: Mapping[str, torch.Tensor], apart: Mapping[Group, Sequence[str]], device: torch.device
     ) -> Self:
-        """
-        Finds elements of some tensors that are not the same on all ranks that keep them: a few of each. Collective.
-
-        Args:
-            tensors (`Mapping[str, torch.Tensor]`):
-                Those of this rank.
-            apart (`Mapping[Group, Sequence[str]]`):
-                Which of them are not the same.
-            device (`torch.device`):
-                Where the run trains.
-        """
+        """Finds elements of some tensors that are not the same on all ranks that keep them: a few of each."""
         rank = consensus.own_rank()
         group_of = {name: group for group, names in apart.items() if rank in group for name in names}
         bits = {name: _bits_of(tensors[name]) for name in list(group_of)[:_LOOKED_AT]}

@@ -42,17 +42,7 @@ class Containing(Protocol):
 
 
 class ReportingGuard:
-    """
-    Keeps what trackers and the Hub raise away from training, for as long as it is attached.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        containing ([`Containing`]):
-            Makes the calls.
-        before_closing (`Callable`, *optional*):
-            Called with a tracker at the end of training, before it closes; it must not raise.
-    """
+    """Keeps what trackers and the Hub raise away from training, for as long as it is attached."""
 
     def __init__(
         self,

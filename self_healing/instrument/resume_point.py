@@ -29,17 +29,7 @@ class Pending:
         return self.step_end or self.log or self.evaluate or self.save or self.epoch_end
 
     def deliver(self, trainer: Any, started_at: float, tell: Any = None) -> None:
-        """
-        Delivers the events, in the Trainer's order.
-
-        Args:
-            trainer ([`~transformers.Trainer`]):
-                The trainer, at the end of that step.
-            started_at (`float`):
-                When the run began, in seconds since the epoch.
-            tell ([`~transformers.TrainerCallback`], *optional*):
-                Gets `on_step_end` and `on_epoch_end`; defaults to all callbacks of the trainer.
-        """
+        """Delivers the events, in the Trainer's order."""
         tell = tell or trainer.callback_handler
 
         def log_evaluate_save() -> None:
@@ -68,13 +58,7 @@ class Pending:
     def meetings(self, trainer: Any, leave: Leave) -> str:
         """
         Names what of it all ranks take part in: one that has delivered an event and one that has not owe the others
-        the same if nothing follows from it. What callbacks of the user's would decide is not known.
-
-        Args:
-            trainer ([`~transformers.Trainer`]):
-                The trainer, at the end of that step.
-            leave ([`Leave`]):
-                Where the run was left.
+        the same if nothing follows from it.
         """
         args, state = trainer.args, trainer.state
         flow, owed = DefaultFlowCallback(), list[str]()
@@ -106,17 +90,7 @@ class Pending:
 
 @dataclass(slots=True)
 class Leave:
-    """
-    The place in its epoch where a run was left.
-
-    Args:
-        epoch_rng ([`RandomState`], *optional*):
-            The random state the epoch began with: some samplers draw its order from it.
-        stop (`bool`):
-            Whether the end of the run had been asked for.
-        epoch_ended (`bool`):
-            Whether `on_epoch_end` had been delivered after the last step.
-    """
+    """The place in its epoch where a run was left."""
 
     epoch_rng: RandomState | None
     stop: bool

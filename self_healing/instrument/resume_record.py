@@ -32,29 +32,7 @@ _KNOWN = frozenset({"transformers", "trl"})
 
 @dataclass(frozen=True, slots=True)
 class ResumeRecord:
-    """
-    What a resume reads of a checkpoint beside weights and optimizer state, as of the end of one optimizer step.
-
-    Args:
-        step (`int`):
-            Optimizer steps finished.
-        state (`dict`), log_history (`Sequence[dict]`):
-            Of the Trainer's state, the latter apart: it grows, and only at its end.
-        scheduler (`dict`), scaler (`dict`, *optional*), groups (`list[dict]`):
-            Of the learning rate schedule, the `GradScaler`, and the optimizer's parameter groups.
-        random ([`RandomState`]):
-            What is restored where the Trainer loads random states.
-        bookkeeping (`dict`):
-            Metrics and counters, as in the marker of a checkpoint; the running loss is left out.
-        running_loss (`torch.Tensor`):
-            Sum of the loss since the last log (0-d).
-        flos (`float`):
-            Floating point operations of this process that the Trainer has not yet added up over all of them.
-        generated (`Any`):
-            Rows of a generation cycle that are still to be trained on.
-        engine (`dict`, *optional*):
-            What DeepSpeed's engine counts, and its scale of the loss.
-    """
+    """What a resume reads of a checkpoint beside weights and optimizer state, as of the end of one optimizer step."""
 
     step: int
     state: dict[str, Any]
@@ -71,17 +49,7 @@ class ResumeRecord:
 
     @classmethod
     def of(cls, trainer: Any, ledger: Bookkeeper, random: RandomState) -> ResumeRecord:
-        """
-        Takes it from a trainer that stands between two optimizer steps.
-
-        Args:
-            trainer ([`~transformers.Trainer`]):
-                The trainer.
-            ledger ([`Bookkeeper`]):
-                Its bookkeeping.
-            random ([`RandomState`]):
-                What a resume has to restore to draw what the next step draws.
-        """
+        """Takes it from a trainer that stands between two optimizer steps."""
         state, zero = trainer.state, zero_of(trainer)
         kept = {each.name: getattr(state, each.name) for each in fields(state) if each.name != "log_history"}
         scaler = trainer.accelerator.scaler
@@ -111,9 +79,6 @@ class ResumeRecord:
         """
         Writes the files of a checkpoint that are read by name: `train()` resumes from that directory, within
         [`resuming_from`].
-
-        Raises:
-            OSError: If they cannot be written.
         """
         checkpoint.mkdir(mode=0o700, parents=True, exist_ok=True)
         content = plain_value(self.state | {"log_history": list(self.log_history)}, TRAINER_STATE_NAME, {})
@@ -129,10 +94,6 @@ def loads_more(trainer: Any) -> str | None:
     """
     Names a method by which a trainer of the user's own reads more of a checkpoint than the Trainer does (averaged
     weights, a second optimizer), which is in no [`ResumeRecord`]; `None` if there is none.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
     """
     for name in _LOADS:
         module = getattr(getattr(trainer, name, None), "__module__", None) or ""
@@ -145,19 +106,7 @@ def loads_more(trainer: Any) -> str | None:
 def resuming_from(
     trainer: Any, checkpoint: str, record: ResumeRecord, put: Callable[[LiveState], None]
 ) -> Iterator[None]:
-    """
-    Lets `train()` resume from a directory that has no files of weights, optimizer state and random states.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        checkpoint (`str`):
-            The directory; any other one is loaded as ever.
-        record ([`ResumeRecord`]):
-            What belongs to it.
-        put (`Callable[[LiveState], None]`):
-            Writes weights and optimizer state into the trainer's tensors.
-    """
+    """Lets `train()` resume from a directory that has no files of weights, optimizer state and random states."""
     replacements = Replacements()
 
     def load_state() -> None:

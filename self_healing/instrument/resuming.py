@@ -25,16 +25,7 @@ logger = logging.getLogger("self_healing")
 
 @contextlib.contextmanager
 def skipping_any_loader(trainer: Any) -> Iterator[None]:
-    """
-    Lets a call of `train()` that resumes skip into whatever `get_train_dataloader` returns.
-
-    accelerate's `skip_first_batches` (1.15) makes a loader of the same dataset and batch sampler. A list of batches
-    has neither, and a loader with a loop of its own makes its batches in another way.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-    """
+    """Lets a call of `train()` that resumes skip into whatever `get_train_dataloader` returns."""
     replacements = Replacements()
 
     def skippable(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,14 +41,7 @@ def skipping_any_loader(trainer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading_twice_at_most(trainer: Any) -> Iterator[None]:
-    """
-    Loads what a call of `train()` that resumes cannot load of its checkpoint once more, from its beginning. A file
-    system that fails for a moment, or memory that is short for one, ends no run.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-    """
+    """Loads what a call of `train()` that resumes cannot load of its checkpoint once more, from its beginning."""
     replacements = Replacements()
 
     def load(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -89,15 +73,7 @@ def _accelerate_skips(trainer: Any, loader: Any) -> bool:
 
 
 class IteratedLoader:
-    """
-    A loader of any kind that accelerate skips into by iterating: to it, a stream of batches that are ready.
-
-    Args:
-        loader (`Iterable`):
-            Gives the batches, each time it is iterated over.
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-    """
+    """A loader of any kind that accelerate skips into by iterating: to it, a stream of batches that are ready."""
 
     # What accelerate hands to the loader that it makes; the wrapped loader has applied its own by then.
     batch_size = None

@@ -30,15 +30,7 @@ class RowSource:
 
 
 class DataPosition:
-    """
-    Follows the data of one `train()` call: which micro-batch of the epoch is next, and which rows it is made of.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        objective ([`Objective`]):
-            What it trains.
-    """
+    """Follows the data of one `train()` call: which micro-batch of the epoch is next, and which rows it is made of."""
 
     def __init__(self, trainer: Any, objective: Objective) -> None:
         self._trainer = trainer
@@ -105,12 +97,7 @@ class DataPosition:
     # ---- the batch sampler ----
 
     def watch(self) -> None:
-        """
-        Keeps the index lists the batch sampler gives out, until [`release`].
-
-        The sampler object gets a subclass of its own class for the time of the run: it stays the same object with the
-        same attributes for accelerate and for the Trainer, wherever they hold it.
-        """
+        """Keeps the index lists the batch sampler gives out, until [`release`]."""
         loader = self._trainer.callback_handler.train_dataloader
         sampler = getattr(loader, "batch_sampler", None)
         if sampler is None or self._streams():
@@ -145,13 +132,7 @@ class DataPosition:
             self._watched = None
 
     def share(self, size: int) -> None:
-        """
-        Tells all ranks what the first one has drawn for the current step, where it loads for all. Collective.
-
-        Args:
-            size (`int`):
-                Micro-batches of the step.
-        """
+        """Tells all ranks what the first one has drawn for the current step, where it loads for all."""
         if self._loads_for > 1:
             drawn = consensus.from_first_rank(
                 "samples of the step", lambda: self._drawn_in_step(size), self._trainer.accelerator.device
@@ -185,17 +166,7 @@ class DataPosition:
         return {int(index) for batch in self._drawn_in_step(size).values() for index in batch}
 
     def sources(self, layout: Layout, index: int, earlier: Sequence[Any]) -> list[RowSource]:
-        """
-        Finds where each row of a micro-batch of the current step came from.
-
-        Args:
-            layout ([`Layout`]):
-                Of the micro-batch.
-            index (`int`):
-                Which one of the step it is.
-            earlier (`Sequence`):
-                The micro-batches of the step before it.
-        """
+        """Finds where each row of a micro-batch of the current step came from."""
         unknown = [RowSource() for _ in range(layout.rows)]
         if self._objective.online:
             return unknown

@@ -17,24 +17,7 @@ from .view import TrainerView
 
 
 class SaveSchedule:
-    """
-    Wraps what the Trainer calls to save on its schedule. Checkpoints that are asked for directly (on preemption, in an
-    emergency) are written as they are.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        view ([`TrainerView`]):
-            Of it.
-        ledger ([`Bookkeeper`]):
-            Its bookkeeping.
-        hooks ([`Hooks`]):
-            Asked whether checkpoints wait.
-        failsafe ([`Failsafe`]):
-            Around them.
-        leaving ([`Leaving`]):
-            Knows whether the run ends with this checkpoint.
-    """
+    """Wraps what the Trainer calls to save on its schedule."""
 
     def __init__(
         self, trainer: Any, view: TrainerView, ledger: Bookkeeper, hooks: Hooks, failsafe: Failsafe, leaving: Leaving
@@ -92,10 +75,7 @@ class SaveSchedule:
         return original(args, state, control, **kwargs)
 
     def _must_wait(self) -> bool:
-        """
-        Whether a checkpoint that the Trainer's schedule asks for has to wait. The one at the end of the run has
-        nothing to wait for, and the best evaluation so far vouches for its own.
-        """
+        """Whether a checkpoint that the Trainer's schedule asks for has to wait."""
         state = self._trainer.state
         vouched_for = state.best_global_step is not None and state.best_global_step == state.global_step
         at_the_end = self._trainer.control.should_training_stop
@@ -135,13 +115,7 @@ class SaveSchedule:
             state.best_metric, state.best_global_step = self._best_before
 
     def finite_once_healed(self, finished: Bookkeeping) -> bool:
-        """
-        Whether weights, buffers and optimizer state are finite between two steps, once what can be healed is.
-
-        Args:
-            finished ([`Bookkeeping`]):
-                The bookkeeping there, which healing leaves as it was.
-        """
+        """Whether weights, buffers and optimizer state are finite between two steps, once what can be healed is."""
         if not self._view.nonfinite_tensors():
             return True
         with self._failsafe.contained():

@@ -19,13 +19,7 @@ class SaveOutcomes(Protocol):
     """The events of saving checkpoints."""
 
     def failed(self, error: Exception, checkpoint: Path, step: int, best: str | None, untouched: bool) -> bool:
-        """
-        Called when a checkpoint could not be written. There is part of it on disk, at most, unless what was there
-        before is untouched. `best` must not be lost.
-
-        Returns:
-            Whether to write it once more.
-        """
+        """Called when a checkpoint could not be written."""
 
     def failed_together(self, error: Exception, checkpoint: Path, step: int, again: bool) -> None:
         """Called on the other ranks with what [`failed`] has returned on the first one."""
@@ -38,17 +32,7 @@ class SaveOutcomes(Protocol):
 
 
 class CheckpointSaving:
-    """
-    Writes the checkpoints of one trainer's schedule.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        outcomes ([`SaveOutcomes`]):
-            Decides what happens when one cannot be written.
-        contained (`Callable[[], ContextManager]`):
-            Contains failures of this library in a block.
-    """
+    """Writes the checkpoints of one trainer's schedule."""
 
     def __init__(
         self, trainer: Any, outcomes: SaveOutcomes, contained: Callable[[], contextlib.AbstractContextManager[None]]
@@ -64,12 +48,7 @@ class CheckpointSaving:
         self._best = state.best_metric, state.best_global_step
 
     def write(self, save: Callable[..., None], model: Any, trial: Any, *args: Any, **kwargs: Any) -> bool:
-        """
-        Calls the Trainer's `_save_checkpoint`. With several processes all of them give it up, or none.
-
-        Returns:
-            Whether there is a checkpoint now.
-        """
+        """Calls the Trainer's `_save_checkpoint`."""
         trainer, together = self._trainer, SavingTogether(self._trainer)
         several = consensus.world_size() > 1
         if several and not together.possible:

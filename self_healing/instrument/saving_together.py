@@ -29,14 +29,7 @@ class CouldNotBeWritten(OSError):
 
 
 class SavingTogether:
-    """
-    Has the processes of a run agree on whether a checkpoint could be written.
-
-    A rank whose disk refuses a part goes on with the next one, in which the others may wait for it (FSDP gathers
-    weights and optimizer state one after the other, DeepSpeed has barriers), until all have written what they can.
-    Then all of them raise, or none; before that neither the state of the Trainer is written, without which no
-    checkpoint is taken for complete, nor an older one rotated away.
-    """
+    """Has the processes of a run agree on whether a checkpoint could be written."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

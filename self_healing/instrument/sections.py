@@ -29,27 +29,7 @@ _FLOORS_AT_FIRST = 30.0
 
 @dataclass(slots=True)
 class Section:
-    """
-    The times that one part of a step has taken.
-
-    Args:
-        name (`str`):
-            Of the part.
-        learning (`int`):
-            Times it has to be seen before it is watched.
-        times (`int`):
-            Times it was seen to its end.
-        longest (`float`):
-            Longest time without a sign of life in it, in seconds, since it is watched.
-        longest_at_first (`float`):
-            The same for the first times, which compile, download and start.
-        patient (`int`):
-            Times it may still take `hang_factor` times as long: after a re-entry, which skips data and starts workers.
-        at_least (`float`):
-            Seconds it may take in any case while `patient`.
-        allowed (`float`):
-            Seconds it may take in any case, always.
-    """
+    """The times that one part of a step has taken."""
 
     name: str
     learning: int
@@ -66,15 +46,7 @@ class Section:
 
 
 class Heartbeat:
-    """
-    Notes signs of life of the training thread: begin and end of each part of a step.
-
-    Args:
-        learning_steps (`int`, *optional*, defaults to 3):
-            Times a part is seen before it is watched; one is enough for those that are rare.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
-            In seconds.
-    """
+    """Notes signs of life of the training thread: begin and end of each part of a step."""
 
     def __init__(self, learning_steps: int = 3, clock: Callable[[], float] = time.monotonic) -> None:
         self._learning_steps = learning_steps

@@ -35,10 +35,7 @@ _VLLM_REQUESTS = (
 
 
 class Retrying(Protocol):
-    """
-    Makes calls again that fail for a reason that may pass; `rewind` takes back what a failed attempt left. Where
-    calling again does not help, the answer that a [`NonFiniteReward`] carries is returned.
-    """
+    """Makes calls again that fail for a reason that may pass; `rewind` takes back what a failed attempt left."""
 
     def call(
         self, service: str, rewind: Callable[[], None], function: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -60,14 +57,7 @@ class Retrying(Protocol):
 class ServiceGuard:
     """
     Passes the calls of services that training needs to [`Retrying`]: reward functions, rewards that are modules, a
-    rollout function, the requests to a vLLM server. On several ranks, where `train()` cannot be entered again: also
-    the user's callbacks and `compute_metrics`.
-
-    Args:
-        instrument ([`Instrument`]):
-            Attached to the trainer; gives everything back when it is detached.
-        retrying ([`Retrying`]):
-            Makes the calls.
+    rollout function, the requests to a vLLM server.
     """
 
     def __init__(self, instrument: Instrument, retrying: Retrying) -> None:

@@ -31,26 +31,13 @@ class StepPasses(Protocol):
     """Computes a training step in several passes over its rows."""
 
     def run(self, compute: Callable[[], torch.Tensor], model: Any, items: Any) -> torch.Tensor:
-        """
-        Computes the step.
-
-        Args:
-            compute (`Callable`):
-                Calls the trainer's own `training_step`.
-            model (`Any`), items (`Any`):
-                What that is given: the model, and the number of items in all micro-batches of the step.
-        """
+        """Computes the step."""
 
 
 class StepEngine(ABC):
     """
     Runs the optimizer steps of one trainer for a [`Window`], which knows nothing of the library that owns the backward
-    pass. What the Trainer does in front of every such library is here; the rest is for each of them:
-
-    - accelerate's own loop ([`AccelerateEngine`]): gradients lie in the parameters, the Trainer measures and clips
-      them, and calls `optimizer.step()`.
-    - An engine of its own ([`DeepSpeedEngine`]) would step inside the last backward, and keeps gradients to itself:
-      there the step is held back until the Trainer calls `optimizer.step()`.
+    pass.
     """
 
     def __init__(self, trainer: Any, view: TrainerView) -> None:
@@ -70,8 +57,7 @@ class StepEngine(ABC):
     @contextlib.contextmanager
     def with_all_ranks(self, question: str) -> Iterator[None]:
         """
-        Marks a block of training code, which may be a collective wherever it is (a loss that gathers its metrics). All
-        ranks come to it together: one whose training code has raised tells them before, and not while they wait there.
+        Marks a block of training code, which may be a collective wherever it is (a loss that gathers its metrics).
         """
         consensus.wait_for_all_ranks(question, self.view.device)
         try:

@@ -14,15 +14,7 @@ _COUNTED = ("torch", "transformers")
 
 
 class StepMark:
-    """
-    Notes the versions of the parameters before the step in which the optimizer makes its state, the first one.
-
-    In all later steps nothing is noted: what raises there raises in the update, which may have touched everything.
-
-    Args:
-        optimizer (`Any`):
-            The trainer's optimizer.
-    """
+    """Notes the versions of the parameters before the step in which the optimizer makes its state, the first one."""
 
     def __init__(self, optimizer: Any) -> None:
         inner = innermost(optimizer)
@@ -41,12 +33,7 @@ class StepMark:
             }
 
     def undo(self) -> bool:
-        """
-        Clears the state that a step which raised has made, which may be incomplete.
-
-        Returns:
-            Whether the step has changed nothing else.
-        """
+        """Clears the state that a step which raised has made, which may be incomplete."""
         if self._optimizer is None or self._before is None:
             return False
         if any(parameter._version != version for parameter, version in self._before.items()):

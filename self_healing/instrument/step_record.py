@@ -30,8 +30,6 @@ class StepRecord:
     """
     Records one optimizer step, micro-batch by micro-batch: the state it began with, its calls of `training_step`,
     their losses, its gradient norm, and where its rows came from.
-
-    A base class of [`Window`], and no attribute of it, so that a healthy step costs one object.
     """
 
     def __init__(self, engine: StepEngine, position: DataPosition, size: int) -> None:
@@ -225,8 +223,7 @@ class StepRecord:
     def export(self) -> dict[str, Any]:
         """
         Gives what is needed to compute the step elsewhere, on the CPU, for `torch.load` with `weights_only=True`:
-        micro-batches, what their losses are divided by, where their rows came from, and random states. Empty if no
-        micro-batch can be had without generating it again.
+        micro-batches, what their losses are divided by, where their rows came from, and random states.
         """
         assert self.start is not None
         # Where nothing was computed again. The Trainer's own preparation only moves a micro-batch to the device.

@@ -24,22 +24,7 @@ _ALIKE_SECONDS = 5.0
 
 
 class TrainingCall:
-    """
-    Calls the trainer's own `training_step`, in passes over its rows where one does not fit. A non-finite number that
-    surfaces as an exception becomes a NaN loss.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        replaced ([`Replacements`]):
-            Its methods that are wrapped.
-        hooks ([`Hooks`]):
-            Asked for the passes.
-        heartbeat ([`Heartbeat`]):
-            Notes when a step is computed again.
-        heals_exceptions (`bool`):
-            Whether an exception that only says "NaN" is treated as a non-finite loss.
-    """
+    """Calls the trainer's own `training_step`, in passes over its rows where one does not fit."""
 
     def __init__(
         self,
@@ -60,18 +45,7 @@ class TrainingCall:
         self.doubt: Callable[[str], None] = lambda why: None
 
     def run(self, call: Call, on_nonfinite: Callable[[], None]) -> torch.Tensor:
-        """
-        Computes forward and backward of a micro-batch.
-
-        Args:
-            call (`Call`):
-                Model, inputs, arguments.
-            on_nonfinite (`Callable[[], None]`):
-                Called if it ends in an exception that stands for a NaN.
-
-        Returns:
-            Its loss, which stays what it is until the step is judged.
-        """
+        """Computes forward and backward of a micro-batch."""
         model, inputs, args, kwargs = call
         original = self._replaced.original(self._trainer, "training_step")
         self.running = True

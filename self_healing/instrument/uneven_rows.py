@@ -16,11 +16,7 @@ from .replacing import Replacements
 def gathering_uneven_rows(accelerator: Any) -> Iterator[None]:
     """
     Lets a loss gather what it has computed for each row, such as the rewards of DPO, on ranks of which one has fewer
-    rows. accelerate gathers tensors of one shape alone; others end the process (gloo), or come out wrong (NCCL).
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            That of the trainer. All ranks have to be in such a block, or none.
+    rows.
     """
     replaced = Replacements()
     replaced.wrap(accelerator, "gather", _gather)

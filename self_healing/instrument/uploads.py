@@ -12,19 +12,7 @@ from transformers import trainer as trainer_module
 
 
 def leave_out_of_uploads(folder: str, patterns: Sequence[str]) -> None:
-    """
-    Leaves some files out of what the Trainer uploads from a folder, or from one inside of it, from here on.
-
-    The Trainer gives `upload_folder` the patterns of what it ignores as a constant, and a callback learns when an
-    upload begins but not when it is over: so the uploading itself is replaced, in the one place the Trainer takes it
-    from. Uploads of other folders are as before.
-
-    Args:
-        folder (`str`):
-            The folder.
-        patterns (`Sequence[str]`):
-            Patterns of `fnmatch`, relative to the folder; with none of them, everything is uploaded again.
-    """
+    """Leaves some files out of what the Trainer uploads from a folder, or from one inside of it, from here on."""
     # transformers 5.4 calls the function, later versions the client that they share.
     module: Any = trainer_module
     holder = module if hasattr(module, "upload_folder") else module.hf_api()
@@ -34,16 +22,7 @@ def leave_out_of_uploads(folder: str, patterns: Sequence[str]) -> None:
 
 
 class _Upload:
-    """
-    Calls `upload_folder` with more patterns to ignore. They hold as long as it is in place, which is beyond the end of
-    training: a trainer may be asked to push long after.
-
-    Args:
-        holder (`Any`):
-            What it belongs to: the client of the Hub, or a module.
-        original (`Callable`):
-            The function it replaces.
-    """
+    """Calls `upload_folder` with more patterns to ignore."""
 
     def __init__(self, holder: Any, original: Callable[..., Any]) -> None:
         # A method is looked up at each call: its class may be changed by others, too.

@@ -32,17 +32,7 @@ _OWN_BACKWARD = (DistributedType.XLA, DistributedType.MEGATRON_LM)
 
 
 class TrainerView:
-    """
-    Answers questions about one trainer.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        objective ([`Objective`]):
-            What it trains for.
-        replaced ([`Replacements`]):
-            The methods of the trainer that are wrapped, to ask the trainer's own.
-    """
+    """Answers questions about one trainer."""
 
     def __init__(self, trainer: Any, objective: Objective, replaced: Replacements) -> None:
         self._trainer = trainer
@@ -140,9 +130,7 @@ class TrainerView:
 
     @property
     def why_not_split(self) -> str:
-        """
-        Says why the calls of a model are made whole, whatever they do; empty if they can be split.
-        """
+        """Says why the calls of a model are made whole, whatever they do; empty if they can be split."""
         trainer = self._trainer
         if trainer.args.n_gpu > 1:
             return "nn.DataParallel makes replicas of the model for each call"

@@ -28,18 +28,6 @@ class Window(StepRecord):
     """
     One optimizer step, between its backward and `optimizer.step()`: it can be computed again from the state it began
     with, on all of its rows or some, and is then applied, changed, or left out.
-
-    What else can be computed of it is in [`StepExperiments`], what can be computed in its place in [`EarlierSteps`].
-
-    Args:
-        engine ([`StepEngine`]):
-            Computes and applies the steps of the trainer.
-        ledger ([`Bookkeeper`]):
-            What the trainer counts.
-        position ([`DataPosition`]):
-            Where the trainer is in its data.
-        size (`int`):
-            Number of micro-batches in the step.
     """
 
     def __init__(self, engine: StepEngine, ledger: Bookkeeper, position: DataPosition, size: int) -> None:
@@ -64,30 +52,13 @@ class Window(StepRecord):
     # ---- computing it again ----
 
     def reexecute(self, keep: Mapping[int, Sequence[int]] | None = None) -> None:
-        """
-        Computes losses and gradients of the step again, from the state and the random numbers it started with.
-
-        Args:
-            keep (`Mapping[int, Sequence[int]]`, *optional*):
-                For the micro-batches named, the rows that stay; the loss is normalised as if the others had never
-                been in the batch. A micro-batch that keeps nothing contributes nothing.
-
-        Raises:
-            TrainingFault: An exception of the training code.
-        """
+        """Computes losses and gradients of the step again, from the state and the random numbers it started with."""
         self.until_it_fits(lambda: self._reexecute(keep))
 
     def compute_again(self, keep: Mapping[int, Sequence[int]] | None = None) -> StepSignals:
         """
         Computes the step again as a remedy or an experiment, and once more if that is not finite: a fault that passes
         may have struck just then.
-
-        Args:
-            keep (`Mapping[int, Sequence[int]]`, *optional*):
-                As for [`reexecute`].
-
-        Raises:
-            TrainingFault: An exception of the training code.
         """
         self.reexecute(keep)
         signals = self.signals()
@@ -130,19 +101,7 @@ class Window(StepRecord):
         self.measure_again()
 
     def compute_again_so_far(self, tokens: int) -> tuple[torch.Tensor, int]:
-        """
-        Computes the step again up to and including the call that was made last, which has failed.
-
-        Args:
-            tokens (`int`):
-                The Trainer's count of tokens, without those its calls have added by themselves.
-
-        Returns:
-            The loss of that call, and the tokens it has added to the Trainer's count.
-
-        Raises:
-            TrainingFault: An exception of the training code.
-        """
+        """Computes the step again up to and including the call that was made last, which has failed."""
         state, generated = self._trainer.state, self._generated
         assert self.start is not None
         of_generation = 0 if generated is None else generated[1].tokens_seen - self.start.tokens_seen
@@ -176,24 +135,7 @@ class Window(StepRecord):
         items: Any = None,
         synchronise: bool = True,
     ) -> torch.Tensor:
-        """
-        Computes forward and backward of one of its micro-batches.
-
-        Args:
-            index (`int`):
-                Which one.
-            pick (`Callable`):
-                Given the prepared micro-batch; what it returns is computed.
-            last (`bool`):
-                Whether it is the last to be computed.
-            items (`Any`, *optional*):
-                What the loss is divided by, instead of what the Trainer has counted.
-            synchronise (`bool`, *optional*, defaults to `True`):
-                Whether gradients are summed over ranks with the last one.
-
-        Raises:
-            TrainingFault: An exception of the training code.
-        """
+        """Computes forward and backward of one of its micro-batches."""
         model, inputs, args, kwargs = self._calls[index]
         if items is not None:
             args, kwargs = _with_items(args, kwargs, items)
@@ -238,12 +180,6 @@ class Window(StepRecord):
     def control(self, loss: float, largest: int) -> Control | None:
         """
         Keeps the step, to be computed again later; `None` if its rows are generated again each time, or are too many.
-
-        Args:
-            loss (`float`):
-                What came out of it.
-            largest (`int`):
-                Bytes its inputs may have.
         """
         nbytes = sum(nbytes_of(inputs) for inputs in self.all_inputs())
         if self.objective.online or nbytes > largest:
@@ -271,15 +207,7 @@ class Window(StepRecord):
         self._set_running_loss(self.losses)
 
     def scale_gradients(self, factor: float, always: bool = True) -> None:
-        """
-        Multiplies all gradients by a factor.
-
-        Args:
-            factor (`float`):
-                The factor.
-            always (`bool`, *optional*, defaults to `True`):
-                Whether this belongs to the step, and not to what was wrong with it this time.
-        """
+        """Multiplies all gradients by a factor."""
         self.engine.scale_gradients(factor)
         if always:
             self._scaled_by *= factor
@@ -288,12 +216,6 @@ class Window(StepRecord):
         """
         Leaves the step out: no gradient, so neither weights nor moments move (with zeroed gradients AdamW would still
         decay the weights and move by momentum).
-
-        Args:
-            substitute_loss (`float` or `None`):
-                What the step counts with in the logged average if its own loss is not finite.
-            keep_buffers (`bool`, *optional*, defaults to `False`):
-                Whether buffers are left as they are, because they belong to a state that was gone back to.
         """
         self.skipped = True
         if not keep_buffers:
@@ -330,13 +252,7 @@ class Window(StepRecord):
         return all(math.isfinite(float(value)) for value in (*self.losses, *norms))
 
     def abandon(self, leave_out_nonfinite: bool) -> None:
-        """
-        Leaves the step out after a failure of this library, if its gradients are not the Trainer's.
-
-        Args:
-            leave_out_nonfinite (`bool`):
-                Whether one that is not finite is left out as well.
-        """
+        """Leaves the step out after a failure of this library, if its gradients are not the Trainer's."""
         if self.touched or (leave_out_nonfinite and not self.sound):
             self.skip(None)
 

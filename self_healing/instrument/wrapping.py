@@ -49,26 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class Instrument:
-    """
-    Wraps one trainer instance for the time of a `train()` call.
-
-    Each part has one job: [`TrainerView`] answers questions about the trainer, [`StepEngine`] runs its steps,
-    [`OptimizerStep`] and [`SaveSchedule`] wrap what applies and saves them, [`Reentry`] and [`Bookkeeper`] know where
-    the run is, [`Leaving`] ends it early, and [`Failsafe`] keeps failures of this library away from it. The wrappers
-    of the methods that a step calls stay here together, because its window passes from one to the next.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer, in `on_train_begin` or later. Only this object is touched, and [`detach`] undoes it.
-        hooks ([`Hooks`]):
-            Called for every event and question.
-        heals_exceptions (`bool`):
-            Whether an exception that only says "NaN" is treated as a non-finite loss.
-        started_at (`float`):
-            When the run began, in seconds since the epoch; earlier than this call if it is a re-entry.
-        heartbeat ([`Heartbeat`], *optional*):
-            Notes when each part of a step begins and ends.
-    """
+    """Wraps one trainer instance for the time of a `train()` call."""
 
     def __init__(
         self,
@@ -479,10 +460,7 @@ class Instrument:
         return self.attached and window is not None and window.released and self.reentry.phase is Phase.COMPUTING
 
     def finish_step(self) -> None:
-        """
-        Applies that step, as the other ranks have that were not left. Whether its gradients were still theirs is for
-        those to find out who go on from it.
-        """
+        """Applies that step, as the other ranks have that were not left."""
         self.reentry.about_to_step()
         with self._rates.set(self._rates.in_force()):
             self._replaced.original(self.trainer.optimizer, "step")()

@@ -43,10 +43,7 @@ def have_engine_made_again(trainer: Any) -> None:
 
 
 def can_be_entered_again(trainer: Any) -> bool:
-    """
-    Whether `train()` makes all that DeepSpeed wraps, and can so make it again. Asked before it is entered: an
-    optimizer or a schedule that was given to the trainer is DeepSpeed's own from then on.
-    """
+    """Whether `train()` makes all that DeepSpeed wraps, and can so make it again."""
     given = trainer.optimizer is not None or trainer.lr_scheduler is not None
     return not (given and trainer.accelerator.distributed_type == DistributedType.DEEPSPEED)
 
@@ -68,12 +65,6 @@ def load_as_written(engine: Any, replaced: Replacements) -> None:
     """
     Has an engine that is to load universal checkpoints (`load_universal`) load others as what they are: what the job
     writes itself, after it has begun with one, are no universal ones.
-
-    Args:
-        engine (`deepspeed.DeepSpeedEngine`):
-            The engine.
-        replaced ([`Replacements`]):
-            Gives its method back.
     """
 
     def load(original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,13 +98,7 @@ def loading_as_written(trainer: Any) -> Iterator[None]:
 
 
 def why_not_healed(engine: Any) -> str | None:
-    """
-    Says why steps of a DeepSpeed engine are only watched; `None` if they can be healed.
-
-    Args:
-        engine (`deepspeed.DeepSpeedEngine`, *optional*):
-            The engine.
-    """
+    """Says why steps of a DeepSpeed engine are only watched; `None` if they can be healed."""
     optimizer = getattr(engine, "optimizer", None)
     if optimizer is None:
         return "its engine is not known"
@@ -163,17 +148,7 @@ def zero_of(trainer: Any) -> Zero | None:
 
 @dataclass(frozen=True, slots=True)
 class Partitioning:
-    """
-    What the optimizer updates on this rank in place of parameters.
-
-    Args:
-        kind (`str`):
-            Stage and precision.
-        masters (`list[torch.Tensor]`):
-            The partitions that are updated, in an order that is the same in each process.
-        parts (`list[str]`):
-            Of each, a text that is another one where it is a part of other parameters: sizes alone may be the same.
-    """
+    """What the optimizer updates on this rank in place of parameters."""
 
     kind: str
     masters: list[torch.Tensor]
@@ -191,13 +166,7 @@ def own_part(parameter: Any) -> torch.Tensor | None:
 
 
 class Zero:
-    """
-    Knows one DeepSpeed engine with ZeRO stage 1, 2 or 3, while its step is held back.
-
-    Args:
-        engine (`deepspeed.DeepSpeedEngine`):
-            The engine, one that [`why_not_healed`] says nothing of.
-    """
+    """Knows one DeepSpeed engine with ZeRO stage 1, 2 or 3, while its step is held back."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -248,10 +217,7 @@ class Zero:
         return [each for group in self.optimizer.averaged_gradients.values() for each in group or ()]
 
     def scale_gradients(self, factor: float) -> None:
-        """
-        Multiplies the gradient by a factor, as if after DeepSpeed's own clipping, which is done in the step.
-        Collective where the gradient was not measured before.
-        """
+        """Multiplies the gradient by a factor, as if after DeepSpeed's own clipping, which is done in the step."""
         clip = float(self.optimizer.clip_grad or 0.0)
         if clip > 0:
             factor /= max((float(self.norm()) + 1e-6) / clip, 1.0)
@@ -341,11 +307,7 @@ class Zero:
     def leaving_out(self, overflowed: bool) -> Iterator[None]:
         """
         Has the engine take its next step as one whose gradient has overflowed: nothing is applied, and the step is
-        counted as skipped. The gradient is discarded by then.
-
-        Args:
-            overflowed (`bool`):
-                Whether it did, so that the scale of the loss is lowered, and no schedule moves on.
+        counted as skipped.
         """
         zero, replaced = self.optimizer, Replacements()
 
@@ -389,10 +351,7 @@ class Zero:
         return found | rest
 
     def clear_padding(self) -> None:
-        """
-        Zeroes what lies behind the weights in this rank's partitions. Where a weight cannot be cut into equal parts,
-        ZeRO-3 leaves there whatever the memory held, which is part of no weight and would be taken for a broken one.
-        """
+        """Zeroes what lies behind the weights in this rank's partitions."""
         if not self.shards_weights:
             return
         zero = self.optimizer
@@ -449,15 +408,7 @@ class Zero:
         self.loss_scaler().update(standing["scaler"])
 
     def load(self, checkpoint: str, strict: bool) -> None:
-        """
-        Loads weights and optimizer state of a checkpoint; what the engine counts, and its schedule, stay. Collective.
-
-        Args:
-            checkpoint (`str`):
-                Its directory.
-            strict (`bool`):
-                Whether all weights of the model have to be in it.
-        """
+        """Loads weights and optimizer state of a checkpoint; what the engine counts, and its schedule, stay."""
         from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
         with self.uncounted():

@@ -8,11 +8,7 @@ from typing import Any
 def saves_in_known_order(engine: Any) -> bool:
     """
     Says whether all that a DeepSpeed engine writes of a checkpoint goes through [`writes_of`], but for the file
-    `latest` before its last barrier. Read against DeepSpeed 0.19.8.
-
-    Args:
-        engine (`deepspeed.DeepSpeedEngine`, *optional*):
-            The engine.
+    `latest` before its last barrier.
     """
     if engine is None or engine.has_moe_layers or engine.pipeline_parallelism or engine.zero_nvme_offload_optimizer():
         return False

@@ -83,15 +83,7 @@ _DONE: dict[str, str] = {
 
 
 def headline(incident: Incident, width: int) -> str:
-    """
-    Tells of an incident in one line: where, what, what was done, what it cost. No text of the data is in it.
-
-    Args:
-        incident ([`Incident`]):
-            The incident.
-        width (`int`):
-            The most characters. What was seen and what was done give way; step and cost are always whole.
-    """
+    """Tells of an incident in one line: where, what, what was done, what it cost."""
     seen, done = _printable(_seen(incident) + _on(incident.evidence.get("ranks"))), _done(incident.actions)
     before, after = f"step {incident.step}: ", f"; {_cost(incident)}"
     room = width - len(before) - len(" -> ") - len(after)

@@ -43,23 +43,7 @@ SCHEMA_VERSION = 1
 
 
 class Journal:
-    """
-    Writes events to `healing_events.jsonl`, and reports them to log, trackio and callbacks.
-
-    One class, because every event goes to the same sinks, which are contained in one place.
-
-    Args:
-        directory (`Path`):
-            The run directory. Nothing is created before there is something to write.
-        config ([`HealingConfig`]):
-            Which sinks are wanted.
-        run_id (`str`):
-            Names the run in every event.
-        rank (`int`, *optional*, defaults to 0):
-            This process; ranks other than 0 write to a file of their own.
-        notify (`Callable[[Incident], None]`, *optional*):
-            Called when an incident has been dealt with (`on_instability` of the trainer's callbacks).
-    """
+    """Writes events to `healing_events.jsonl`, and reports them to log, trackio and callbacks."""
 
     def __init__(
         self,
@@ -110,16 +94,7 @@ class Journal:
     # ---- incidents ----
 
     def take_up(self, incidents: Sequence[Incident], known: Iterable[str] = ()) -> None:
-        """
-        Goes on with the incidents of earlier processes. None of their ids is used again: batches and rows lie under
-        them, also where an incident cannot be read any more.
-
-        Args:
-            incidents (`Sequence[Incident]`):
-                Those that can be read.
-            known (`Iterable[str]`, *optional*):
-                Further ids.
-        """
+        """Goes on with the incidents of earlier processes."""
         of_first = [incident for incident in incidents if OF_RANK not in incident.id]
         own = [incident for incident in incidents if incident.id.endswith(self._suffix)] if self.rank > 0 else []
         # All ranks go on with those of the first one, whose outcomes they judge alike.
@@ -220,10 +195,6 @@ class Journal:
         """
         Takes in an incident of another rank: where this one, the first, has had none like it, it raises the alert that
         the other one cannot raise.
-
-        Args:
-            rank (`int`), entry (`Mapping`):
-                The rank, by which its id is known, and the incident as it is by now.
         """
         if self.rank != 0:
             return
@@ -306,13 +277,7 @@ class Journal:
         self._contained("trackio", lambda: run.alert(title, text, level=trackio.AlertLevel[level], step=step))
 
     def metrics(self, resolved_at_the_end: int = 0) -> dict[str, float]:
-        """
-        `healing/*` metrics for the trackers; empty while nothing has happened.
-
-        Args:
-            resolved_at_the_end (`int`, *optional*, defaults to 0):
-                Incidents whose outcome is open, and will be `"resolved"` when the run ends now.
-        """
+        """`healing/*` metrics for the trackers; empty while nothing has happened."""
         totals = self.totals()
         if not totals["incidents"] or not self.config.healing_metrics:
             return {}
@@ -320,14 +285,7 @@ class Journal:
         return {f"healing/{name}": value for name, value in totals.items()}
 
     def totals(self, without: Collection[str] = ()) -> dict[str, float]:
-        """
-        Sums up the incidents, with those before the checkpoint a run was resumed from. Processes that were killed or
-        asked to leave are left out: what is trained, and logged, is the same in one process and in several.
-
-        Args:
-            without (`Collection[str]`, *optional*):
-                Incidents to leave out, by their id.
-        """
+        """Sums up the incidents, with those before the checkpoint a run was resumed from."""
         wanted = (incident for incident in self.of_all_ranks if incident.id not in without)
         counted = [incident for incident in wanted if not incident.of_a_process]
         own = {
@@ -358,13 +316,7 @@ class Journal:
         self._contained("postmortem", lambda: set_aside_postmortems(self.directory, self.rank, self.run_id))
 
     def errors_of_other_ranks(self, since: int = 0) -> list[dict[str, Any]]:
-        """
-        Reads the errors that ended the other ranks of this run, as far as they could be written.
-
-        Args:
-            since (`int`, *optional*, defaults to 0):
-                Errors before this step are left out: the run went on after them.
-        """
+        """Reads the errors that ended the other ranks of this run, as far as they could be written."""
         return read_errors_of_other_ranks(self.directory, self.run_id, since)
 
     def write_postmortem(
@@ -385,13 +337,6 @@ class Journal:
         """
         Writes `postmortem.json`, and reports to the sinks that the run has ended; the arguments are those of
         [`Postmortem`].
-
-        Args:
-            exit_code (`int`, *optional*), trained (`str`, *optional*):
-                Of a process that left no exception, and what it trained: those of [`match_known_error`].
-
-        Returns:
-            The path, or `None` if it could not be written.
         """
         ending = Postmortem(
             verdict=verdict,

@@ -36,15 +36,7 @@ _LOGGED = 20
 
 @dataclass(frozen=True, slots=True)
 class Directions:
-    """
-    The last lines of a run that ended badly: where its postmortem is, and how to resume.
-
-    Args:
-        postmortem (`str`, *optional*):
-            Its path; `None` if it could not be written.
-        resume_with (`str`, *optional*):
-            The line that resumes; `None` if there is no checkpoint.
-    """
+    """The last lines of a run that ended badly: where its postmortem is, and how to resume."""
 
     postmortem: str | None
     resume_with: str | None
@@ -64,29 +56,7 @@ def where_to_go_on(checkpoint: str | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Postmortem:
-    """
-    The end of a run: what ended it, what is known about that, what to do next.
-
-    Args:
-        verdict (`str`):
-            The reason, in a sentence.
-        failure ([`FailureType`]), step (`int`), error (`BaseException`, *optional*):
-            The failure that ended it, its step, and its exception.
-        log_history (`Sequence[Mapping]`):
-            Of the trainer; its tail is kept.
-        checkpoint (`str`, *optional*):
-            The emergency checkpoint.
-        advice (`str`, *optional*):
-            Advice to the person. Defaults to that of the failure.
-        older_checkpoint (`str`, *optional*):
-            One from before the failure that can be resumed from, if there is no emergency checkpoint.
-        known (`KnownError`, *optional*):
-            The row of the table that the error matches.
-        other_ranks (`Sequence[Mapping]`, *optional*):
-            Errors that ended other processes of the job.
-        ranks (`Mapping`, *optional*):
-            Which rank failed first, and where the others were then, as they have told each other.
-    """
+    """The end of a run: what ended it, what is known about that, what to do next."""
 
     verdict: str
     failure: FailureType
@@ -116,15 +86,7 @@ class Postmortem:
     def to_dict(
         self, run_id: str, attempts: Sequence[Mapping[str, Any]], incidents: Sequence[Incident], journal: Path
     ) -> dict[str, Any]:
-        """
-        Returns the content of the file.
-
-        Args:
-            run_id (`str`), attempts (`Sequence[Mapping]`):
-                The run, and the processes it has had.
-            incidents (`Sequence[Incident]`), journal (`Path`):
-                Its incidents, and the file they are in.
-        """
+        """Returns the content of the file."""
         return {
             "schema": SCHEMA_VERSION,
             "time": time.time(),
@@ -179,16 +141,7 @@ def postmortem_of_rank(directory: Path, rank: int) -> Path:
 
 
 def set_aside_postmortems(directory: Path, rank: int, run_id: str) -> None:
-    """
-    Renames the postmortem of an earlier run, so that one that is there is always that of the last run. Every rank
-    renames its own, and the first those of ranks that no longer exist.
-
-    Args:
-        directory (`Path`):
-            The run directory.
-        rank (`int`), run_id (`str`):
-            This process, and the run that begins.
-    """
+    """Renames the postmortem of an earlier run, so that one that is there is always that of the last run."""
     gone = [path for other, path in _of_other_ranks(directory) if other >= consensus.world_size()]
     for stale in [postmortem_of_rank(directory, rank), *(gone if rank == 0 else ())]:
         if stale.exists():
@@ -196,15 +149,7 @@ def set_aside_postmortems(directory: Path, rank: int, run_id: str) -> None:
 
 
 def read_errors_of_other_ranks(directory: Path, run_id: str, since: int = 0) -> list[dict[str, Any]]:
-    """
-    Reads the errors that ended the other ranks of a run, as far as they could be written.
-
-    Args:
-        directory (`Path`), run_id (`str`):
-            The run.
-        since (`int`, *optional*, defaults to 0):
-            Errors before this step are left out: the run went on after them.
-    """
+    """Reads the errors that ended the other ranks of a run, as far as they could be written."""
     found: list[dict[str, Any]] = []
     for rank, path in _of_other_ranks(directory):
         try:

@@ -31,31 +31,7 @@ _NAN = math.nan
 
 
 class StepRow(NamedTuple):
-    """
-    One optimizer step, or several next to each other. What is not known is NaN.
-
-    Args:
-        step (`int`):
-            Optimizer steps finished before the first of them.
-        steps (`int`), skipped (`int`):
-            How many they are, and how many of them are not in the weights.
-        attempt (`int`):
-            In which entry into `train()`.
-        time (`float`):
-            When the last of them was judged, in seconds since the epoch.
-        seconds (`float`), busy (`float`):
-            Mean wall time of a step, from the end of the one before, and how much of it was forward, backward and
-            update; the latter is not known of a step in which something was healed.
-        loss (`float`), loss_max (`float`), grad_norm (`float`), grad_norm_max (`float`):
-            Mean and maximum of loss and gradient norm as they were applied.
-        grad_norm_usual (`float`), grad_norm_bound (`float`):
-            The baseline of the gradient norm, and where a spike begins.
-        learning_rate (`float`), learning_rate_scale (`float`):
-            The rate in force, and the factor on that of the schedule.
-        memory (`float`), memory_peak (`float`), host_memory (`float`):
-            Bytes that tensors take on the accelerator between backward and update, the most they have taken so far,
-            and resident memory of the process.
-    """
+    """One optimizer step, or several next to each other."""
 
     step: int
     steps: int = 1
@@ -78,22 +54,7 @@ class StepRow(NamedTuple):
 
 
 class StepLog:
-    """
-    Appends steps to the file of a run; one that is there is continued.
-
-    Args:
-        path (`Path`):
-            The file ([`step_log_of`]).
-        about (`dict`):
-            What its first line says: `run`, and whatever else a reader should know.
-        rows (`int`, *optional*, defaults to 16384):
-            How many rows it holds at most.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.perf_counter`):
-            Seconds.
-
-    Raises:
-        OSError: If it cannot be written. [`add`], [`flush`] and [`close`] raise the same.
-    """
+    """Appends steps to the file of a run; one that is there is continued."""
 
     def __init__(
         self, path: Path, about: dict[str, Any], rows: int = ROWS, clock: Callable[[], float] = time.perf_counter
@@ -208,12 +169,6 @@ class StepLog:
 def merged(rows: Iterable[StepRow], stride: int) -> Iterator[StepRow]:
     """
     Merges rows that follow each other, up to so many steps in one; in one entry into `train()`, and without a gap.
-
-    Args:
-        rows (`Iterable[StepRow]`):
-            In the order in which they were written.
-        stride (`int`):
-            The most steps of one row.
     """
     group: list[StepRow] = []
     steps = 0
@@ -284,20 +239,7 @@ def step_log_of(directory: Path, run: str) -> Path:
 
 
 def read_step_log(path: Path) -> tuple[dict[str, Any], list[StepRow]]:
-    """
-    Reads a step log as far as it is whole, also while it is written.
-
-    Args:
-        path (`Path`):
-            The file.
-
-    Returns:
-        What its first line says, and its rows in the order in which they were written.
-
-    Raises:
-        OSError: If it cannot be read.
-        ValueError: If it is none, or of a version that is not known.
-    """
+    """Reads a step log as far as it is whole, also while it is written."""
     about, rows, _ = _read(path.read_bytes())
     return about, rows
 

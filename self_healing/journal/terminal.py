@@ -35,16 +35,7 @@ _logger = logging.getLogger("self_healing")
 
 
 class Terminal(logging.Handler):
-    """
-    Writes what this library logs to stderr, past the progress bars of `tqdm`.
-
-    Where the program has `logging` write to the terminal itself, messages are left to that, in its own format; only
-    the bars are taken out of their way.
-
-    Args:
-        rank (`int`, *optional*, defaults to 0):
-            This process; ranks other than 0 speak of errors only.
-    """
+    """Writes what this library logs to stderr, past the progress bars of `tqdm`."""
 
     def __init__(self, rank: int = 0) -> None:
         super().__init__()
@@ -142,13 +133,7 @@ def chosen_level() -> int:
 
 @contextlib.contextmanager
 def speaking_of(args: Any) -> Iterator[None]:
-    """
-    Speaks for the time of a block outside of training, unless something speaks already.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            Of the trainer, which know the rank of this process.
-    """
+    """Speaks for the time of a block outside of training, unless something speaks already."""
     if _speaker() is not None:
         yield
         return
@@ -157,20 +142,7 @@ def speaking_of(args: Any) -> Iterator[None]:
 
 
 def announce(text: str, level: int = logging.INFO, severity: str | None = None) -> None:
-    """
-    Says how a run begins or ends: logged, and also shown in a terminal where nobody has chosen a level.
-
-    `logging` shows warnings by default. A run that says nothing at all leaves its user in doubt whether it is healed,
-    and whoever wants it quiet sets the level of the logger `self_healing`.
-
-    Args:
-        text (`str`):
-            A line.
-        level (`int`, *optional*, defaults to `logging.INFO`):
-            One of `logging`.
-        severity (`str`, *optional*):
-            Its colour, that of an incident: `"info"`, `"warning"` or `"error"`.
-    """
+    """Says how a run begins or ends: logged, and also shown in a terminal where nobody has chosen a level."""
     extra = {"severity": severity}
     if _logger.isEnabledFor(level):
         log_safely(_logger, level, "%s", text, extra=extra)

@@ -32,15 +32,7 @@ ENGINE_ADVICE = (
 
 
 def advice_on(ran_out: OutOfMemory, alone: bool) -> str:
-    """
-    Gives three things to try.
-
-    Args:
-        ran_out ([`OutOfMemory`]):
-            The error.
-        alone (`bool`):
-            Whether the wrapper is missing, which could have made the batch smaller.
-    """
+    """Gives three things to try."""
     if ran_out.place == "evaluation":
         return (
             "Only the evaluation did not fit. (1) Lower per_device_eval_batch_size. (2) Set eval_accumulation_steps, "

@@ -61,19 +61,7 @@ class _KeptLoss:
 
 
 class ModelCalls:
-    """
-    Runs the calls of one module, and its generation, over as many rows at a time as fit.
-
-    Args:
-        module (`torch.nn.Module`), sizes ([`KnownSizes`]):
-            The module, and what fits.
-        device (`torch.device`):
-            Where votes are counted.
-        together (`bool`):
-            Whether all ranks make its calls together, because it is sharded: they split them alike.
-        whole (`Callable[[], bool]`):
-            Whether calls with gradients have as many rows as they are to have.
-    """
+    """Runs the calls of one module, and its generation, over as many rows at a time as fit."""
 
     def __init__(
         self,
@@ -472,17 +460,7 @@ def _rows_of(value: Any, total: int, rows: slice | list[int], name: str = "") ->
 
 
 def _joined(values: Sequence[Any], shapes: Sequence[CallShape], flat: bool, of_all: Mapping[int, Any]) -> Any:
-    """
-    Puts together what was given for some rows after the other.
-
-    Args:
-        values (`Sequence`), shapes (`Sequence[CallShape]`):
-            Tensors, and containers of them, of each chunk; and its size.
-        flat (`bool`):
-            Whether they are sequences of a flattened batch, (1, T).
-        of_all (`Mapping[int, Any]`):
-            What takes the place of an object of the first chunk, by its id.
-    """
+    """Puts together what was given for some rows after the other."""
     leaves, structures = zip(*(tree_flatten(value, is_leaf=_is_cache) for value in values), strict=True)
     if any(structure != structures[0] for structure in structures):
         raise CannotSplit("the model gives something for some rows that it does not give for others")

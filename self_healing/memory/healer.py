@@ -57,14 +57,7 @@ _OFTEN, _LATELY = 3, 50
 
 
 class MemoryHealer(Healer):
-    """
-    Heals the out-of-memory errors of one `train()` call.
-
-    The first time something does not fit, memory is freed and the same is tried once more: another process may have
-    held it, or fragmentation. The second time the size counts as one that does not fit, and fewer rows run at a time
-    ([`Microbatches`], [`ModelCalls`]); sizes are remembered ([`KnownSizes`]), so later batches are split before they
-    fail. Forward, generation and `optimizer.step()` climb one ladder.
-    """
+    """Heals the out-of-memory errors of one `train()` call."""
 
     def __init__(
         self,

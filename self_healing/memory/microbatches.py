@@ -50,15 +50,7 @@ class _Pass:
 
 
 class Microbatches:
-    """
-    Computes training steps in passes.
-
-    Args:
-        instrument ([`Instrument`]):
-            Of the trainer.
-        sizes ([`KnownSizes`]):
-            What fits.
-    """
+    """Computes training steps in passes."""
 
     def __init__(self, instrument: Instrument, sizes: KnownSizes) -> None:
         self._instrument = instrument
@@ -77,15 +69,7 @@ class Microbatches:
         self.pieces = 1
 
     def run(self, compute: Callable[[], torch.Tensor], model: Any, items: Any) -> torch.Tensor:
-        """
-        Computes a training step, in passes if it has to be and can be.
-
-        Args:
-            compute (`Callable`):
-                Calls the trainer's own `training_step`.
-            model (`Any`), items (`Any`):
-                What that is given: the model, and the number of items in all micro-batches of the step.
-        """
+        """Computes a training step, in passes if it has to be and can be."""
         instrument, state = self._instrument, self._trainer.state
         passes: list[_Pass] = []
         before: list[Any] = []

@@ -91,18 +91,7 @@ class _Try:
 
 
 class KnownSizes:
-    """
-    Remembers which sizes of model calls fitted, and tells how many rows of the next one may run at a time.
-
-    Sizes are compared in both directions at once (as many rows *and* as long): memory grows linearly with one and
-    faster than that with the other, so their product alone says too little.
-
-    Before anything has failed, everything is allowed. After that only what is known to fit is, and where nothing is,
-    half of what failed: 8, 4, 2, 1. From what fits, sizes that were not tried yet follow at once, one a step: up to
-    twice as many rows, and half-way to what failed. A size that failed is tried again after `probe_steps` optimizer
-    steps, later after twice as many whenever that failed. Each kind of call waits by itself. Where a failure ends the
-    job, no more than half of what failed is tried.
-    """
+    """Remembers which sizes of model calls fitted, and tells how many rows of the next one may run at a time."""
 
     def __init__(self, probe_steps: int, room: Room | None = None) -> None:
         self._base_wait = probe_steps

@@ -36,19 +36,7 @@ _BEHIND_THE_PLACE = {
 
 
 def diagnose(window: Window, instrument: Instrument, config: HealingConfig, healthy_inputs: Any) -> Diagnosis:
-    """
-    Finds out why a step is not finite. On return a transient fault has already been replaced by the re-executed step.
-
-    Args:
-        window ([`Window`]):
-            The step.
-        instrument ([`Instrument`]):
-            Of the trainer.
-        config ([`HealingConfig`]):
-            How far to go.
-        healthy_inputs (`Any`):
-            A micro-batch that was finite in an earlier step, as a control, or `None`.
-    """
+    """Finds out why a step is not finite."""
     for attempt in range(1, config.reexecute_attempts + 1):
         window.reexecute()
         if window.signals().finite:
@@ -139,12 +127,6 @@ def diagnose_start(window: Window, why: str) -> Diagnosis:
     """
     Finds out where a computation fails with weights that no update has changed yet: in the batch, in a module (the
     first whose output is not finite), in the loss, in its gradient, or only in mixed precision.
-
-    Args:
-        window ([`Window`]):
-            The step; there are no gradients on return.
-        why (`str`):
-            What has been found out so far.
     """
     failure, experiments = FailureType.NONFINITE_FROM_THE_START, StepExperiments(window)
     try:
@@ -173,20 +155,7 @@ def _numerical(why: str) -> Diagnosis:
 
 
 def find_poison_rows(experiments: StepExperiments, sizes: Sequence[int], device: Any) -> dict[int, list[int]]:
-    """
-    Finds the rows of each micro-batch that are non-finite by themselves, in forward or backward.
-
-    One process bisects. Several probe row by row in lockstep, because a loss may contain collectives. What is found is
-    tried once more: a fault that passes may have struck while another row was tried.
-
-    Args:
-        experiments ([`StepExperiments`]):
-            On the step.
-        sizes (`Sequence[int]`):
-            Number of rows of each micro-batch.
-        device (`torch.device`):
-            Of the collectives.
-    """
+    """Finds the rows of each micro-batch that are non-finite by themselves, in forward or backward."""
     if consensus.world_size() > 1:
         once = _probe_in_lockstep(experiments, [range(size) for size in sizes], device)
         twice = _probe_in_lockstep(experiments, once, device)
@@ -223,28 +192,7 @@ def _probe_in_lockstep(
 
 
 def diagnose_rise(window: Window, trials: StateTrials, loss: float, level: float, scale: float) -> Diagnosis:
-    """
-    Finds out why a loss has risen and stays up, by computing the same batch with the weights of trusted states.
-
-    If one of them does clearly better, the weights have become worse; unless the last healthy batch is as good as it
-    was with the weights there are, and so much worse with the others that little would be gained: data of two kinds
-    that take turns, of which one is forgotten for the other. If none does better, but an earlier healthy batch gives
-    with trusted weights what it gave then, the data have become harder, and going back would not help. If that is not
-    so either, something else in the computation is wrong. Weights, gradients and random states are as before on
-    return.
-
-    Args:
-        window ([`Window`]):
-            The step.
-        trials ([`StateTrials`]):
-            The trusted states.
-        loss (`float`):
-            Of the step, with the weights as they are.
-        level (`float`):
-            What the loss was before it rose.
-        scale (`float`):
-            How far the log of the loss usually strays.
-    """
+    """Finds out why a loss has risen and stays up, by computing the same batch with the weights of trusted states."""
     if not min(loss, level) > 0:
         return _unexplained()
     rise = max(math.log(loss / level), 2 * scale)
@@ -279,20 +227,7 @@ def diagnose_stillness(
 ) -> Diagnosis:
     """
     Finds out why there is practically no gradient: with weights that a too high learning rate has driven out of reach
-    there is none, and with those of a trusted state there is, and a lower loss. Where the loss is no lower with them,
-    everything is learned (a hinge loss of 0), and nothing would be gained; unless nothing was learned at all.
-
-    Args:
-        window ([`Window`]):
-            The step.
-        trials ([`StateTrials`]):
-            The trusted states.
-        still ([`StepSignals`]):
-            Loss and gradient norm of the step.
-        first (`float`):
-            What the loss was when the run began; NaN if that is not known.
-        scale (`float`):
-            How far the log of the loss usually strays.
+    there is none, and with those of a trusted state there is, and a lower loss.
     """
     least = max(1000 * (still.grad_norm or 0.0), 1e-4)
     # Weights that know no more than those the run began with are given up for any that can learn.

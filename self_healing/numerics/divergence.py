@@ -76,7 +76,6 @@ class DivergenceHealer(NumericsHealer):
     def _heal_divergence(self, opened: OpenIncident, window: Window) -> bool:
         """
         Finds out what made the loss rise, whatever is done about it; back to a trusted state if it was the weights.
-        Harder data are left alone: only then is it dealt with here, too.
         """
         if not self._may_try_trusted_weights(window.step):
             return False
@@ -117,10 +116,7 @@ class DivergenceHealer(NumericsHealer):
         return True
 
     def may_go_back(self, step: int) -> bool:
-        """
-        Without a state to go back to, a run that goes on may still recover; one that was stopped cannot. After a warm
-        restart the loss rises because it is meant to.
-        """
+        """Without a state to go back to, a run that goes on may still recover; one that was stopped cannot."""
         if self.config.on_divergence != "heal" or not self.instrument.view.can_reexecute:
             return False
         if self.numerics.schedule.raised_lately(step, self.config.divergence_patience):

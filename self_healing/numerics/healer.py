@@ -20,17 +20,7 @@ from .state import NumericsState
 
 
 class NumericsHealer:
-    """
-    Heals one kind of failure of a step.
-
-    Args:
-        run ([`RunContext`]):
-            The run.
-        numerics ([`NumericsState`]):
-            What it has learned about its numbers.
-        rollback ([`Rollback`]):
-            States it can go back to.
-    """
+    """Heals one kind of failure of a step."""
 
     def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback) -> None:
         self.run = run

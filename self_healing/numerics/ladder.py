@@ -18,24 +18,7 @@ _CORRUPTED = (Target.NEWEST, Target.OLDER, Target.DISK)
 
 
 class RollbackLadder:
-    """
-    Which state to go back to, and what to change, given how often that was tried.
-
-    - Weights that are not finite: newest, older, disk; the learning rate stays.
-    - Numbers that overflow: the same, and each time with a lower learning rate.
-    - A divergence: newest, with fresh data; again nearby: with a lower learning rate, and from the second reduction on
-      an older state; when no further reduction is allowed: with new moments; then the end. In its first steps a run
-      goes back to where it began, with a lower learning rate at once.
-
-    A failure is the same one again until `budget_refund_steps` healthy steps beyond it; all rungs are paid for from
-    one budget, [`RecoveryBudget`].
-
-    Args:
-        config ([`HealingConfig`]):
-            The limits.
-        budget ([`RecoveryBudget`]):
-            Attempts without progress.
-    """
+    """Which state to go back to, and what to change, given how often that was tried."""
 
     def __init__(self, config: HealingConfig, budget: RecoveryBudget) -> None:
         self.config = config
@@ -45,21 +28,7 @@ class RollbackLadder:
         self._overflows = False
 
     def next(self, failure: FailureType, step: int, early: bool, may_reduce: bool, rate: str) -> Decision:
-        """
-        The next rung.
-
-        Args:
-            failure ([`FailureType`]):
-                What happened.
-            step (`int`):
-                Where.
-            early (`bool`):
-                Whether the run has only just begun.
-            may_reduce (`bool`):
-                Whether the learning rate may be reduced once more.
-            rate (`str`):
-                The learning rate that failed, for the verdict.
-        """
+        """The next rung."""
         if self.budget.refunds(step):
             self._climbed.clear()
             self._moments_reset = False

@@ -44,20 +44,7 @@ class ScheduleWatch:
 
 
 class LearningRateControl:
-    """
-    The factor between the learning rate that the schedule asks for and the one that is used.
-
-    - A first cut multiplies it by `lr_reduce_factor`, holds it for `lr_hold_steps`, and ramps it back in a straight
-      line over `lr_ramp_steps`.
-    - A relapse during the hold cuts deeper than the last cut did (the exponent of the factor doubles), so that a rate
-      that is too high by orders of magnitude is brought down in a few reductions. The ramp then ends half-way, in
-      logarithms, to the rate that failed.
-    - A relapse on the way up cancels the ramp: the rate goes back to the level that had worked, and stays there.
-
-    Args:
-        config ([`HealingConfig`]):
-            `lr_reduce_factor`, `max_lr_reductions`, `lr_hold_steps`, `lr_ramp_steps`, `lr_increase_factor`.
-    """
+    """The factor between the learning rate that the schedule asks for and the one that is used."""
 
     def __init__(self, config: HealingConfig) -> None:
         self.config = config
@@ -72,15 +59,7 @@ class LearningRateControl:
         self._warm_from: int | None = None
 
     def begin(self, max_steps: int, beta2: float | None) -> None:
-        """
-        Takes in how long the run is and how long its optimizer remembers.
-
-        Args:
-            max_steps (`int`):
-                Optimizer steps of the whole run; 0 or less if unknown.
-            beta2 (`float`, *optional*):
-                Decay of the second moments.
-        """
+        """Takes in how long the run is and how long its optimizer remembers."""
         memory = 0 if beta2 is None or not 0 <= beta2 < 1 else round(1 / (1 - beta2))
         hold = self.config.lr_hold_steps or max(_LEAST_HOLD, memory)
         self.hold = max(min(hold, max_steps // _LARGEST_SHARE), 1) if max_steps > 0 else hold
@@ -111,22 +90,7 @@ class LearningRateControl:
         return self._level + (self._ceiling - self._level) * min(ramped / self.ramp, 1.0)
 
     def reduce(self, step: int, to: float | None = None, blamed: int | None = None) -> float:
-        """
-        Cuts the rate after a failure at a step.
-
-        Args:
-            step (`int`):
-                Where the run is when that is decided.
-            to (`float`, *optional*):
-                A factor that an experiment has found: as many reductions are taken at once as lead there, and there
-                is no ramp.
-            blamed (`int`, *optional*):
-                The step whose rate did the damage, if that was an earlier one: a failure takes a few steps to be
-                told, in which a short hold may be over. Defaults to `step`.
-
-        Returns:
-            `float`: the factor from now on.
-        """
+        """Cuts the rate after a failure at a step."""
         self._cut(step, step if blamed is None else blamed)
         if to is not None:
             while self._level > to and not self.exhausted:
@@ -176,10 +140,7 @@ class LearningRateControl:
         return self.warmup
 
     def _settle(self, step: int) -> None:
-        """
-        Takes in that a ramp has come to its end; back at the schedule's rate, earlier reductions are forgotten. In a
-        short run it ends within a few steps, which is no more progress there than anywhere else.
-        """
+        """Takes in that a ramp has come to its end; back at the schedule's rate, earlier reductions are forgotten."""
         if step - self._changed_at >= max(self.hold + self.ramp, self.config.budget_refund_steps):
             self._level = self._ceiling
             if self._level == 1.0:

@@ -30,19 +30,7 @@ _LONGEST = 3
 
 
 class LossWatch:
-    """
-    Follows a loss that has left its baseline. While it is [`open`], no checkpoint is written and no state is trusted.
-
-    Narrow spikes end it by themselves; a loss that stays up becomes a divergence, in the same incident.
-
-    Args:
-        config ([`HealingConfig`]):
-            `outcome_steps`: steps in a row the loss has to be back.
-        journal ([`Journal`]):
-            Where the outcome is written.
-        outcomes ([`Outcomes`]):
-            Know whether the run went back lately.
-    """
+    """Follows a loss that has left its baseline."""
 
     def __init__(self, config: HealingConfig, journal: Journal, outcomes: Outcomes) -> None:
         self.config = config
@@ -62,15 +50,7 @@ class LossWatch:
         return self.incident is not None or self._outcomes.rollback_in_doubt
 
     def begin(self, symptom: Symptom, tell: Callable[[Incident, FailureType], None]) -> None:
-        """
-        Opens the incident, or takes in that a spike has widened into a divergence.
-
-        Args:
-            symptom ([`Symptom`]):
-                `"loss_spike"` or `"divergence"`.
-            tell (`Callable[[Incident, FailureType], None]`):
-                Acts on it and tells everybody.
-        """
+        """Opens the incident, or takes in that a spike has widened into a divergence."""
         failure = FailureType(symptom.name)
         widened = self.incident is not None
         if self.incident is not None and (

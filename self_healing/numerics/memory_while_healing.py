@@ -30,18 +30,7 @@ class MemoryWhileHealing(NumericsHealer):
     """Does something of ours, with or without the memory for it."""
 
     def contain(self, heal: Callable[[], None], window: Window | None, unsound: bool = False) -> None:
-        """
-        Does something of ours. Where that runs out of memory for good, a step that is sound goes on as it is, and for
-        any other the run ends: without what healing would have done, its weights would be lost.
-
-        Args:
-            heal (`Callable[[], None]`):
-                What is done.
-            window ([`Window`], *optional*):
-                The step in hand; between two steps there is none.
-            unsound (`bool`, *optional*, defaults to `False`):
-                Whether it is known before that something is wrong.
-        """
+        """Does something of ours."""
         known = len(self.run.journal.incidents)
         try:
             heal()

@@ -10,8 +10,6 @@ class MissingSteps:
     """
     Counts the steps that are not in the weights: those that were left out, and those that went with a state the run
     went back from.
-
-    A step belongs to the state it led to, so the count is that of the weights as they are: it goes back with them.
     """
 
     def __init__(self) -> None:
@@ -30,27 +28,13 @@ class MissingSteps:
         return step - self.count
 
     def left_out(self, step: int) -> None:
-        """
-        A step is not applied.
-
-        Args:
-            step (`int`):
-                Optimizer steps finished before it. The same step again, after an exception, is counted once.
-        """
+        """A step is not applied."""
         if step > self._newest:
             self.count += 1
             self._newest = step
 
     def went_back(self, finished: int, trained: int) -> None:
-        """
-        The weights are those of an earlier state.
-
-        Args:
-            finished (`int`):
-                Steps of the run that are over, one that is not applied because of it included.
-            trained (`int`):
-                Those that are in the weights of that state.
-        """
+        """The weights are those of an earlier state."""
         self.count = finished - trained
         self._newest = finished - 1
 

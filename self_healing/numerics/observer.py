@@ -51,12 +51,7 @@ class StepObserver(NumericsHealer):
         self._note_what_is_trained(signals)
 
     def _note_what_is_trained(self, signals: StepSignals) -> None:
-        """
-        With other parameters the gradient has another norm (gradual unfreezing): no spike, but a new usual.
-
-        Nothing tells when `requires_grad` changes, and asking hundreds of parameters takes as long as all detectors.
-        So they are asked while the norm is not the usual one, before anything is said about it, and now and then.
-        """
+        """With other parameters the gradient has another norm (gradual unfreezing): no spike, but a new usual."""
         if self._trained and signals.step % _LOOK_EVERY and self.panel.gradient_is_usual(signals):
             return
         # Whether they may have a gradient, not whether they have one: experts that no token went to have none.

@@ -32,17 +32,6 @@ def save_offending_batch(window: Window, directory: Path, incident: Incident) ->
     """
     Keeps the micro-batches and random states of a step, so that it can be replayed, with what its trainer computes it
     with; weights only if they are small.
-
-    Args:
-        window ([`Window`]):
-            The step.
-        directory (`Path`):
-            Of the run.
-        incident ([`Incident`]):
-            Its incident, diagnosed, of this rank: each has rows of its own.
-
-    Returns:
-        The path; `None` if nothing was kept.
     """
     path = directory / "incidents" / f"{incident.id}.pt"
     passed = incident.failure is FailureType.NONFINITE_TRANSIENT

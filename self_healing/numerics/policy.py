@@ -16,21 +16,7 @@ from ..run.went_back import Target
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """
-    What to do about a failure.
-
-    Args:
-        actions (`tuple[Action, ...]`):
-            In order.
-        verdict (`str`, *optional*):
-            If the last action is `STOP`: why the run ends.
-        target ([`Target`], *optional*):
-            If it goes back: to which state.
-        failure ([`FailureType`], *optional*):
-            What it turned out to be, if that is another failure than the one decided about.
-        rung (`int`, *optional*, defaults to 0):
-            Which rung of its ladder this is, from 1.
-    """
+    """What to do about a failure."""
 
     actions: tuple[Action, ...]
     verdict: str = ""
@@ -44,13 +30,7 @@ class Decision:
 
 
 class StepPolicy:
-    """
-    Decides about one step at a time and remembers how many were left out.
-
-    Args:
-        config ([`HealingConfig`]):
-            Patience and fractions.
-    """
+    """Decides about one step at a time and remembers how many were left out."""
 
     def __init__(self, config: HealingConfig) -> None:
         self.config = config
@@ -59,15 +39,7 @@ class StepPolicy:
         self.spike_skips: deque[int] = deque(maxlen=max(config.max_spike_skips, 1))
 
     def decide(self, diagnosis: Diagnosis, acts: bool = True) -> Decision:
-        """
-        The actions for a step that is not finite.
-
-        Args:
-            diagnosis ([`Diagnosis`]):
-                What was found out about it.
-            acts (`bool`, *optional*, defaults to `True`):
-                Whether anything may be done about it.
-        """
+        """The actions for a step that is not finite."""
         if not acts:
             return Decision(())
         if self.config.on_nonfinite == "raise":
@@ -86,19 +58,7 @@ class StepPolicy:
         return Decision((Action.SKIP_STEP,))
 
     def decide_spike(self, symptom: Symptom, transient: bool, finite: bool, may_clip: bool) -> Decision:
-        """
-        The actions for a step whose gradient is far outside of what is usual.
-
-        Args:
-            symptom ([`Symptom`]):
-                What was seen.
-            transient (`bool`):
-                Whether it was gone when the step was computed again.
-            finite (`bool`):
-                Whether the step was finite when it was computed again.
-            may_clip (`bool`):
-                Whether there is a usual norm to clip the gradient to.
-        """
+        """The actions for a step whose gradient is far outside of what is usual."""
         if transient:
             return Decision((Action.USE_REEXECUTED_STEP,))
         if not finite:
@@ -133,20 +93,7 @@ class StepPolicy:
         return action in ("stop", "rollback") and self.config.on_red_flag == "act"
 
     def note(self, skipped: bool, explained: bool, rows: int = 0, dropped: int = 0) -> str | None:
-        """
-        Takes in how a step ended.
-
-        Args:
-            skipped (`bool`):
-                Whether it was left out.
-            explained (`bool`):
-                Whether a cause was found that lies outside the model (poison rows).
-            rows (`int`), dropped (`int`):
-                Rows the step had, and how many of them were dropped; 0 and 0 for a step nothing was wrong with.
-
-        Returns:
-            Why the run has to stop now, or `None`.
-        """
+        """Takes in how a step ended."""
         config = self.config
         self.recent.append((skipped, rows, dropped))
         self.unhealed_in_a_row = self.unhealed_in_a_row + 1 if skipped and not explained else 0

@@ -27,15 +27,7 @@ _PROGRESS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class RateTrial:
-    """
-    What was found out.
-
-    Args:
-        scale (`float`, *optional*):
-            The factor on the schedule's rate to go on with; `None` if none of those tried learned anything.
-        losses (`dict[float, float]`):
-            Mean loss of the last steps, by factor; infinite where the loss rose beyond the limit.
-    """
+    """What was found out."""
 
     scale: float | None
     losses: dict[float, float] = field(default_factory=dict)
@@ -51,29 +43,7 @@ def try_rates(
     limit: float,
     adaptive: bool,
 ) -> RateTrial:
-    """
-    Trains from a state on given steps with lower and lower rates, until it gets no better. The caller puts a state in
-    place afterwards.
-
-    Args:
-        window ([`Window`]):
-            The step that failed.
-        trials ([`StateTrials`]):
-            Puts the state in place.
-        start ([`Snapshot`]):
-            The state.
-        steps (`Sequence[Control]`):
-            The steps.
-        now (`float`), lowest (`float`):
-            Factor on the schedule's rate that failed, and the lowest that may be chosen.
-        limit (`float`):
-            A loss above it has diverged.
-        adaptive (`bool`):
-            Whether the optimizer divides by second moments.
-
-    Raises:
-        TrainingFault: An exception of the training code.
-    """
+    """Trains from a state on given steps with lower and lower rates, until it gets no better."""
     margin = _MARGIN_ADAPTIVE if adaptive else _MARGIN_PLAIN
     losses: dict[float, float] = {}
     scale = now / 2

@@ -17,17 +17,7 @@ from .state import NumericsState
 
 
 class NumericsRemedies:
-    """
-    Heals steps inside of them, goes back to trusted states, and changes the learning rate.
-
-    Args:
-        run ([`RunContext`]):
-            The run.
-        numerics ([`NumericsState`]):
-            What it has learned about its numbers.
-        rollback ([`Rollback`]):
-            States it can go back to.
-    """
+    """Heals steps inside of them, goes back to trusted states, and changes the learning rate."""
 
     def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback) -> None:
         self._run = run

@@ -22,14 +22,7 @@ _KEEPS_A_STATE = (
 
 
 class RepeatabilityCheck:
-    """
-    Journals of each incident that was healed by computing a step again whether that repeats bitwise. Runs in which
-    nothing is computed again are left alone.
-
-    Args:
-        journal ([`Journal`]):
-            Where it is written.
-    """
+    """Journals of each incident that was healed by computing a step again whether that repeats bitwise."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
@@ -44,13 +37,7 @@ class RepeatabilityCheck:
             self.owed.append((incident, apart))
 
     def measure(self, window: Window) -> None:
-        """
-        Measures it with a healthy step, unless that was done, and journals it.
-
-        Args:
-            window ([`Window`]):
-                The step. It may be computed again.
-        """
+        """Measures it with a healthy step, unless that was done, and journals it."""
         if not self._measured and consensus.world_size() == 1:
             # On several processes, one on which it failed would leave the others waiting.
             self._measured = True

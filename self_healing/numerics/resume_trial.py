@@ -26,17 +26,7 @@ _LEAST_GRADIENT = 1e-4
 
 @dataclass(slots=True)
 class ResumeTrial:
-    """
-    What was found out.
-
-    Args:
-        sound (`str`, *optional*):
-            The newest older checkpoint with which the step is well, where it is not with the one resumed from.
-        damaged (`list[str]`):
-            Those with which it is not, if there is one with which it is.
-        tried (`dict`):
-            Loss and gradient norm of the step before and after one update, by checkpoint.
-    """
+    """What was found out."""
 
     sound: str | None = None
     damaged: list[str] = field(default_factory=list)
@@ -54,22 +44,7 @@ def try_older_checkpoints(
 ) -> ResumeTrial:
     """
     Computes the step with the checkpoint the run was resumed from, takes one optimizer step on it, and computes it
-    once more; then the same with older ones. What is wrong with the data, the model, the precision or the learning
-    rate is wrong with all of them. The state of the run is in place again on return, the step is to be computed anew.
-
-    Args:
-        window ([`Window`]):
-            The step that failed.
-        trials ([`StateTrials`]):
-            Puts checkpoints in place.
-        resumed (`str`), older (`Iterable[str]`):
-            The checkpoints, the newest first.
-        scale (`float`):
-            Factor on the schedule's learning rate.
-        rise (`float`):
-            How far, in logarithms, the loss has to be above that of an older one to be clearly worse.
-        unmoved (`bool`):
-            Whether the weights still are those that were resumed from.
+    once more; then the same with older ones.
     """
     trial = ResumeTrial()
     candidates = iter(older)

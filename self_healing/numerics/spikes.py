@@ -82,10 +82,7 @@ class SpikeHealer(NumericsHealer):
         self.open(symptom, FailureType.GRADIENT_SPIKE, Cause.NOT_LOOKED_FOR).close("reported")
 
     def _weights_spike(self, opened: OpenIncident, window: Window, symptom: Symptom, again: StepSignals) -> bool:
-        """
-        Whether it is the weights: a batch that is left out does not come back in the next step. One such step is left
-        to pass; that of the step after is held against trusted weights.
-        """
+        """Whether it is the weights: a batch that is left out does not come back in the next step."""
         in_a_row = symptom.name == "co_spike" and window.step - 1 in self.numerics.policy.spike_skips
         if not in_a_row or not self._divergence.may_go_back(window.step):
             return False

@@ -29,18 +29,6 @@ class NumericsState:
     """
     Holds what the healers of steps share: detectors and their baselines, the incident about the loss that is open,
     policy, ladder and learning rate.
-
-    Args:
-        config ([`HealingConfig`]):
-            The configuration in force.
-        journal ([`Journal`]):
-            Of the run.
-        budget ([`RecoveryBudget`]):
-            From which the rungs of the ladder are paid for.
-        outcomes ([`Outcomes`]):
-            Of the run's incidents.
-        step (`Callable[[], int]`, *optional*):
-            Optimizer steps finished.
     """
 
     def __init__(
@@ -85,15 +73,7 @@ class NumericsState:
         self.applied: StepSignals | None = None
 
     def begin_watching(self, instrument: Instrument, rules: Sequence[MetricRule]) -> None:
-        """
-        Sets up what depends on what is trained: detectors, metric rules, clipping.
-
-        Args:
-            instrument ([`Instrument`]):
-                Of the trainer.
-            rules (`Sequence[MetricRule]`):
-                The table of rules; those for the objective are kept.
-        """
+        """Sets up what depends on what is trained: detectors, metric rules, clipping."""
         objective = instrument.objective
         self.panel = DetectorPanel(self.config, objective.detectors, instrument.view.vocabulary)
         self.rules = MetricRules(rules_for(rules, objective.name), instrument.view.argument_limits())
@@ -171,15 +151,7 @@ class NumericsState:
         }
 
     def readable_recovery_state(self, recorded: Mapping[str, Any], odd: list[str]) -> dict[str, Any]:
-        """
-        Takes of a recorded state what can be read: a damaged part costs that part.
-
-        Args:
-            recorded (`Mapping[str, Any]`):
-                As [`recovery_state`] gave it, perhaps damaged since.
-            odd (`list[str]`):
-                Gets the names of what cannot be read.
-        """
+        """Takes of a recorded state what can be read: a damaged part costs that part."""
         budget, rate = RecoveryBudget(self.config), LearningRateControl(self.config)
         parts: dict[str, Stateful] = {
             "budget": budget,
@@ -219,11 +191,6 @@ class NumericsState:
     def close_outcomes(self, unfollowed: str | None = None) -> None:
         """
         At the end of the run, or of this process's part in it: judges what is still open by the steps there were.
-
-        Args:
-            unfollowed (`str`, *optional*):
-                The outcome of what ended an earlier process, where the run has not come beyond it. Left open by
-                default, for the next process to judge.
         """
         # No healthy step has come after them.
         self.repeatability.tell(self._step())
@@ -259,15 +226,7 @@ class NumericsState:
         }
 
     def metrics(self, step: int | None, training: bool) -> dict[str, float]:
-        """
-        What is added to the trainer's logs.
-
-        Args:
-            step (`int`, *optional*):
-                Optimizer steps finished, while a trainer is attached.
-            training (`bool`):
-                Whether it is a log of training steps: only those have the statistic of clipping.
-        """
+        """What is added to the trainer's logs."""
         found: dict[str, float] = {}
         if step is not None and self.config.healing_metrics and self.learning_rate.touched:
             found["healing/lr_scale"] = self.learning_rate.scale(step)

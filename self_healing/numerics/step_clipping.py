@@ -12,16 +12,7 @@ from ..signals import StepSignals
 
 
 class StepClipping:
-    """
-    Clips the gradient of a step by what is usual in the run, after the Trainer's own clipping.
-
-    The statistic sees the norm from before any clipping, as the Trainer has computed it; `max_grad_norm` stays in
-    force as the ceiling. A step whose gradient is exactly 0 (GRPO with equal rewards) says nothing about the usual.
-
-    Args:
-        config ([`HealingConfig`]):
-            Mode, `"observe"` or `"clip"`, and thresholds.
-    """
+    """Clips the gradient of a step by what is usual in the run, after the Trainer's own clipping."""
 
     def __init__(self, config: HealingConfig) -> None:
         self.config = config
@@ -38,19 +29,7 @@ class StepClipping:
         self._zclip = ZClip(config.zclip_z, config.zclip_decay, config.zclip_warmup_steps)
 
     def apply(self, window: Window, signals: StepSignals, ceiling: float, may_clip: bool = True) -> None:
-        """
-        Takes in a step that is about to be applied, and clips its gradient in mode `"clip"`.
-
-        Args:
-            window ([`Window`]):
-                The step.
-            signals ([`StepSignals`]):
-                What it looks like.
-            ceiling (`float`):
-                What the gradient has been clipped to already; infinite if it has not.
-            may_clip (`bool`, *optional*, defaults to `True`):
-                Whether the gradients are there to be clipped: DeepSpeed and the like keep theirs.
-        """
+        """Takes in a step that is about to be applied, and clips its gradient in mode `"clip"`."""
         if not signals.grad_norm:
             return
         self.take_in(signals)

@@ -28,25 +28,13 @@ class UntrainedRunHealer(NumericsHealer):
         self._skipped = range(0)
 
     def note_skipped(self, step: int) -> None:
-        """
-        Takes in a step that an engine of its own has left out.
-
-        Args:
-            step (`int`):
-                Optimizer steps finished before it.
-        """
+        """Takes in a step that an engine of its own has left out."""
         self.numerics.missing.left_out(step)
         since = self._skipped.start if step in (self._skipped.stop, self._skipped.stop - 1) else step
         self._skipped = range(since, step + 1)
 
     def stop_unless_training(self, step: int) -> None:
-        """
-        Ends a run whose engine leaves out one step after the other: it would do so until the end.
-
-        Args:
-            step (`int`):
-                Optimizer steps finished, without the one that is judged.
-        """
+        """Ends a run whose engine leaves out one step after the other: it would do so until the end."""
         skipped = self._skipped
         if len(skipped) < _SKIPPED_IN_A_ROW or step > skipped.stop:
             return

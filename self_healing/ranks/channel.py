@@ -25,15 +25,7 @@ _CONNECTING = timedelta(seconds=10)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """
-    The place of this process in a job of several.
-
-    Args:
-        rank (`int`), ranks (`int`):
-            Which one it is, of how many.
-        host (`str`), port (`int`):
-            Of the store of the job.
-    """
+    """The place of this process in a job of several."""
 
     rank: int
     ranks: int
@@ -42,22 +34,7 @@ class Place:
 
 
 class SideChannel:
-    """
-    Reads and writes small records in the store that the ranks of a job have found each other by.
-
-    A connection of its own: a call on one that another thread is blocked in would wait for that thread. It may block
-    for as long as the process that serves the store is stopped, so that only one thread, which nobody waits for, uses
-    it.
-
-    Args:
-        place ([`Place`]):
-            Where this process is.
-        name (`str`):
-            What is spoken about; the same on every rank.
-
-    Raises:
-        RuntimeError: If there is no connection, here and in all methods.
-    """
+    """Reads and writes small records in the store that the ranks of a job have found each other by."""
 
     def __init__(self, place: Place, name: str) -> None:
         self._place = place

@@ -8,18 +8,7 @@ from .posts import Position
 
 
 def waited_for(here: Position, others: Mapping[int, Position]) -> int | None:
-    """
-    Finds a rank that this one may be waiting for, and that is within its own limits: a wait for it is no hang.
-
-    No two ranks wait for each other by this rule, so that the time of one of them always counts: a rank in a
-    collective is never waited for, and of the rest only one that is behind, or waits on purpose.
-
-    Args:
-        here ([`Position`]):
-            This rank.
-        others (`Mapping[int, Position]`):
-            The other ranks that are known to live.
-    """
+    """Finds a rank that this one may be waiting for, and that is within its own limits: a wait for it is no hang."""
     for rank, other in others.items():
         if not other.training or other.collective is not None or other.left <= 0:
             continue
@@ -31,13 +20,6 @@ def waited_for(here: Position, others: Mapping[int, Position]) -> int | None:
 def behind(positions: Mapping[int, Position]) -> list[int]:
     """
     Finds the ranks that the others wait for: those in no collective, and of these the ones that have come least far.
-
-    Args:
-        positions (`Mapping[int, Position]`):
-            All ranks that are known to live.
-
-    Returns:
-        `list[int]`: Empty where all of them are alike.
     """
     moving = {rank: each for rank, each in positions.items() if each.training and each.collective is None}
     least = min((each.progress for each in moving.values()), default=None)
@@ -46,13 +28,7 @@ def behind(positions: Mapping[int, Position]) -> list[int]:
 
 
 def where_all_wait(positions: Mapping[int, Position]) -> str:
-    """
-    Describes where ranks are of which none is waited for: without times, so that all of them say the same.
-
-    Args:
-        positions (`Mapping[int, Position]`):
-            All ranks that are known to live.
-    """
+    """Describes where ranks are of which none is waited for: without times, so that all of them say the same."""
     together: dict[str, list[int]] = {}
     for rank, each in sorted(positions.items()):
         line = each.called_from or each.line or "an unknown line"

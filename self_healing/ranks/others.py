@@ -13,15 +13,7 @@ from .session import Session
 class OtherRanks:
     """
     The other ranks of the job, as far as they tell: that they live, where they are, and what one of them has failed
-    with. Over the job's own store, in a thread that nothing waits for longer than it says.
-
-    Whatever fails here is logged once, and training goes on without it. In a job of one process nothing is done.
-
-    Args:
-        name (`str`):
-            The run; the same on every rank.
-        interval (`float`, *optional*, defaults to 1.0):
-            Seconds between two signs of life.
+    with.
     """
 
     def __init__(self, name: str, interval: float = 1.0) -> None:
@@ -50,17 +42,7 @@ class OtherRanks:
         place: Place | None = None,
         process: Process | None = None,
     ) -> None:
-        """
-        Begins to tell and to listen, or goes on with it. Does nothing in a job of one process.
-
-        Args:
-            look (`Callable[[], Position]`):
-                Says where this rank is.
-            on_failure (`Callable[[Failure], None]`):
-                Told of each failure of another rank, or of this one as others see it; must return at once.
-            place ([`Place`], *optional*), process ([`Process`], *optional*):
-                Of this rank. Default to what torch.distributed says, and to this process.
-        """
+        """Begins to tell and to listen, or goes on with it."""
         if self._session is not None and self._session.own is not None:
             # train() is entered once more all the same: the code around it has let the exception pass.
             self.leave()
@@ -70,56 +52,24 @@ class OtherRanks:
             self._session = Session(place, self._name, self._interval, look, on_failure, process)
 
     def tell(self, failure: Failure, within: float = 1.0) -> None:
-        """
-        Tells all ranks that one has failed.
-
-        Args:
-            failure ([`Failure`]):
-                Of this rank, or of another one. The first of each rank counts.
-            within (`float`, *optional*, defaults to 1.0):
-                Seconds that this may take.
-        """
+        """Tells all ranks that one has failed."""
         if self._session is not None:
             self._session.tell(failure, within)
 
     def leave(self, within: float = 1.0) -> None:
-        """
-        Says goodbye: from here on this rank may end, and no other one is watched.
-
-        Args:
-            within (`float`, *optional*, defaults to 1.0):
-                Seconds that this may take.
-        """
+        """Says goodbye: from here on this rank may end, and no other one is watched."""
         session, self._session = self._session, None
         if session is not None:
             session.leave(within)
 
     def first_failure(self, within: float = 0.0) -> Failure | None:
-        """
-        Gives the failure that ended the job, as far as it is known.
-
-        Args:
-            within (`float`, *optional*, defaults to 0):
-                Seconds that are waited for one that others followed from.
-        """
+        """Gives the failure that ended the job, as far as it is known."""
         return None if self._session is None else self._session.first_failure(within)
 
     def positions(self, within: float = 0.0) -> dict[int, Position]:
-        """
-        Gives where the ranks are that are known to live, this one among them.
-
-        Args:
-            within (`float`, *optional*, defaults to 0):
-                Seconds that are waited for what they say now.
-        """
+        """Gives where the ranks are that are known to live, this one among them."""
         return {} if self._session is None else self._session.positions(within)
 
     def waited_for(self, here: Position) -> tuple[int, Position] | None:
-        """
-        Finds a rank that this one may wait for without being taken for hanging.
-
-        Args:
-            here ([`Position`]):
-                Where this rank is.
-        """
+        """Finds a rank that this one may wait for without being taken for hanging."""
         return None if self._session is None else self._session.waited_for(here)

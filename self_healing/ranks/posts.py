@@ -24,25 +24,7 @@ _UNRECOVERABLE = 1
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """
-    Where one rank is.
-
-    Args:
-        step (`int`), section (`str`):
-            Optimizer steps finished, and the part of the step that goes on.
-        beats (`int`):
-            Signs of life that it has given: how far it has come in the step, beside others.
-        seconds (`float`), left (`float`):
-            Time since the last one, and time until its own watchdog takes it for hanging.
-        on_purpose (`bool`):
-            Whether it waits on purpose, before another attempt of something that has failed.
-        training (`bool`), ending (`bool`):
-            Whether it is inside of `train()`, and whether its last step is done, or it was asked to stop.
-        collective (`str`, *optional*):
-            What it waits for the other ranks in.
-        line (`str`, *optional*), called_from (`str`, *optional*):
-            The line that it is at, and the innermost one of the user's code.
-    """
+    """Where one rank is."""
 
     step: int
     section: str
@@ -80,25 +62,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """
-    What has ended one rank, and with it the job.
-
-    Args:
-        rank (`int`, *optional*), step (`int`):
-            The rank, and its optimizer steps finished. `None` for what is no single rank's: all of them wait.
-        failure ([`FailureType`]), error (`str`):
-            What it was, and that in a line.
-        section (`str`, *optional*):
-            The part of a step it came in.
-        follows (`bool`, *optional*, defaults to `False`):
-            Whether a collective has raised it, so that another rank is behind it.
-        patience (`float`, *optional*, defaults to 0):
-            Seconds in which the others may end by themselves.
-        exit_code (`int`, *optional*):
-            With which the others end. Defaults to one that the launcher starts the job again for.
-        time (`float`, *optional*):
-            When, in seconds since the epoch. Defaults to now.
-    """
+    """What has ended one rank, and with it the job."""
 
     rank: int | None
     step: int
@@ -143,13 +107,7 @@ class Failure:
 
 
 def failure_of_leaving(rank: int, step: int) -> Failure:
-    """
-    Makes a failure of a rank that has left `train()` in good order while others train on, and wait for it.
-
-    Args:
-        rank (`int`), step (`int`):
-            The rank, and its optimizer steps finished.
-    """
+    """Makes a failure of a rank that has left `train()` in good order while others train on, and wait for it."""
     why = (
         "it left train() while the others train on: the ranks do different things; look for code that decides on one "
         "rank alone (should_training_stop in a callback)"
@@ -158,18 +116,7 @@ def failure_of_leaving(rank: int, step: int) -> Failure:
 
 
 def failure_of(error: BaseException, rank: int, step: int, section: str) -> Failure | None:
-    """
-    Makes a failure of an exception that leaves `train()`.
-
-    Args:
-        error (`BaseException`):
-            The exception.
-        rank (`int`), step (`int`), section (`str`):
-            Where.
-
-    Returns:
-        [`Failure`]: `None` for one that ends no rank before the others: a run that goes on, or ends as was agreed.
-    """
+    """Makes a failure of an exception that leaves `train()`."""
     if isinstance(error, (DamagedCheckpointError, GeneratorExit)):
         return None
     text = " ".join(describe_exception(error).split())[:_LONGEST]

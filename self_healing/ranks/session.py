@@ -45,21 +45,7 @@ _MAY_HAVE_LEFT = 60.0
 
 @dataclass(slots=True)
 class _Other:
-    """
-    Another rank, as far as it is known.
-
-    Args:
-        process ([`Process`]):
-            Of the rank.
-        count (`int`), heard (`float`):
-            Its newest sign of life, and when that was new here.
-        position ([`Position`]):
-            Where it was then.
-        left (`bool`):
-            Whether it has said that it leaves.
-        stopped_since (`float`, *optional*):
-            When it was first seen to be stopped.
-    """
+    """Another rank, as far as it is known."""
 
     process: Process
     count: int
@@ -72,23 +58,6 @@ class _Other:
 class Session:
     """
     Tells the other ranks that this one lives, where it is, and what it has failed with; and takes in the same of them.
-    From its making to [`leave`].
-
-    One class for all threads: each of its methods reads or changes what is known of the other ranks.
-
-    Args:
-        place ([`Place`]):
-            Of this rank.
-        name (`str`):
-            The run; the same on every rank.
-        interval (`float`):
-            Seconds between two signs of life.
-        look (`Callable[[], Position]`):
-            Says where this rank is.
-        on_failure (`Callable[[Failure], None]`):
-            Told of each failure of another rank, or of this one as others see it; must return at once.
-        process ([`Process`]):
-            Of this rank.
     """
 
     def __init__(

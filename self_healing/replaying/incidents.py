@@ -20,17 +20,7 @@ class ReplayError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class KeptIncident:
-    """
-    An incident whose batch was kept.
-
-    Args:
-        id (`str`), step (`int`):
-            The incident, and the optimizer steps finished before it.
-        path (`Path`):
-            The file.
-        entry (`dict`):
-            What the journal says of it; empty if it is not in there.
-    """
+    """An incident whose batch was kept."""
 
     id: str
     step: int
@@ -56,18 +46,7 @@ class KeptIncident:
 
 
 def find_incident(run_dir: Path, wanted: str | int | None = None) -> KeptIncident:
-    """
-    Finds the incident that is meant.
-
-    Args:
-        run_dir (`Path`):
-            The `output_dir` or `healing_dir` of a run.
-        wanted (`str` or `int`, *optional*):
-            Its id or its step; that of a rank is `<id>.rank<rank>`. Defaults to the newest one whose batch was kept.
-
-    Raises:
-        ReplayError: If there is none, or more than one.
-    """
+    """Finds the incident that is meant."""
     entries = _journaled(run_dir)
     kept = kept_incidents(run_dir, entries)
     if wanted is None:
@@ -110,12 +89,7 @@ def kept_incidents(run_dir: Path, entries: Mapping[str, dict[str, Any]] | None =
 
 
 def load_kept(incident: KeptIncident) -> dict[str, Any]:
-    """
-    Reads what was kept of an incident: tensors and plain values, no code.
-
-    Raises:
-        ReplayError: If the file cannot be read, or was kept by a version that did not keep enough.
-    """
+    """Reads what was kept of an incident: tensors and plain values, no code."""
     content = _load(incident.path)
     if not {"micro_batches", "rng", "items"} <= content.keys():
         raise ReplayError(

@@ -17,17 +17,7 @@ _ROWS_LOOKED_INTO = 8
 
 @dataclass(frozen=True, slots=True)
 class RowFound:
-    """
-    A row that is not finite by itself.
-
-    Args:
-        micro_batch (`int`), row (`int`):
-            Its place in the step.
-        source (`dict`):
-            Its place in the data: `dataset_index`, `segment`, `stream_ordinal`; what is not known is `None`.
-        origin ([`Origin`], *optional*):
-            Where its computation first gives a number that is not finite.
-    """
+    """A row that is not finite by itself."""
 
     micro_batch: int
     row: int
@@ -46,23 +36,7 @@ class RowFound:
 
 @dataclass(slots=True)
 class Look:
-    """
-    What was seen of a step.
-
-    Args:
-        loss (`float`), grad_norm (`float`, *optional*):
-            What came out of it.
-        rows_in_step (`int`, *optional*):
-            How many rows it has; `None` where they cannot be told apart.
-        poison (`int`):
-            How many of them are not finite by themselves.
-        rows (`list[RowFound]`):
-            The first of them.
-        origin ([`Origin`], *optional*):
-            Where the step as a whole first gives a number that is not finite.
-        full_precision (`bool`, *optional*):
-            Whether it is finite without mixed precision; `None` where there is none.
-    """
+    """What was seen of a step."""
 
     loss: float
     grad_norm: float | None
@@ -75,18 +49,7 @@ class Look:
 
 
 def look_into(window: Window, sources: Mapping[int, Sequence[Mapping[str, Any]]]) -> Look:
-    """
-    Looks into a step that was computed; its gradients are gone on return.
-
-    Args:
-        window ([`Window`]):
-            The step.
-        sources (`Mapping`):
-            By micro-batch, where each row came from.
-
-    Raises:
-        TrainingFault: An exception of the training code.
-    """
+    """Looks into a step that was computed; its gradients are gone on return."""
     signals = window.signals()
     look = Look(signals.loss, signals.grad_norm, signals.finite)
     if look.finite:

@@ -64,22 +64,7 @@ _WITH_REFERENCE = frozenset({"DPOTrainer", "KTOTrainer"})
 
 
 def build_model(blueprint: Mapping[str, Any], weights: WeightsChoice, model: str | None, all_weights: bool) -> Any:
-    """
-    Builds the model of a run again, with weights in it that are those chosen, or that those chosen are put over.
-
-    Args:
-        blueprint (`Mapping`):
-            What was written down of the trainer.
-        weights ([`WeightsChoice`]):
-            Those to compute with.
-        model (`str`, *optional*):
-            Where the model comes from instead: a directory, a name on the Hub, or `module:function`.
-        all_weights (`bool`):
-            Whether those kept with the incident are all there are.
-
-    Raises:
-        ReplayError: If it cannot be built.
-    """
+    """Builds the model of a run again, with weights in it that are those chosen, or that those chosen are put over."""
     written = blueprint["model"]
     if model is not None and _is_function(model):
         return call_function(model)
@@ -142,12 +127,7 @@ def _with_adapters(network: Any, adapters: Mapping[str, Any], dtype: str | None)
 
 
 def put_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """
-    Puts weights that were kept over those of a model.
-
-    Raises:
-        ReplayError: If the model is another one.
-    """
+    """Puts weights that were kept over those of a model."""
     state = model.state_dict(keep_vars=True)
     unknown = [name for name, tensor in tensors.items() if name not in state or state[name].shape != tensor.shape]
     if unknown:
@@ -160,22 +140,7 @@ def put_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def build_trainer(blueprint: Mapping[str, Any], model: Any, scratch: str, notes: list[str]) -> Any:
-    """
-    Builds a trainer of the same class, with the arguments that its loss and gradient depend on.
-
-    Args:
-        blueprint (`Mapping`):
-            What was written down of it.
-        model (`torch.nn.Module`):
-            What it trains.
-        scratch (`str`):
-            A directory for what it writes.
-        notes (`list[str]`):
-            Gets what is other than it was.
-
-    Raises:
-        ReplayError: If it cannot be built.
-    """
+    """Builds a trainer of the same class, with the arguments that its loss and gradient depend on."""
     names = [name for _, name in blueprint["classes"]]
     if blueprint["own_loss"]:
         raise ReplayError(
@@ -328,12 +293,7 @@ def _is_function(model: str) -> bool:
 
 
 def call_function(name: str) -> Any:
-    """
-    Calls `module:function`, which builds a model; the module may lie in the working directory.
-
-    Raises:
-        ReplayError: If it cannot be found, or gives no model.
-    """
+    """Calls `module:function`, which builds a model; the module may lie in the working directory."""
     module, _, function = name.partition(":")
     sys.path.insert(0, "")
     try:

@@ -14,19 +14,7 @@ from .incidents import KeptIncident, ReplayError
 
 @dataclass(frozen=True, slots=True)
 class WeightsChoice:
-    """
-    The weights for a replay.
-
-    Args:
-        told (`str`):
-            For a person: which they are.
-        exact (`bool`):
-            Whether they are known to be those that the step had.
-        checkpoint (`str`, *optional*):
-            Where they are loaded from; `None` for those kept with the incident, and for those of the model itself.
-        tensors (`Mapping[str, torch.Tensor]`):
-            Those kept with the incident, by name.
-    """
+    """The weights for a replay."""
 
     told: str
     exact: bool
@@ -40,17 +28,6 @@ def choose_weights(
     """
     Chooses the weights: a checkpoint that was asked for, those kept with the incident, or the newest checkpoint from
     before it that is not suspect and whose weights are finite.
-
-    Args:
-        incident ([`KeptIncident`]), kept (`Mapping`):
-            The incident, and what was kept of it.
-        places (`list[Path]`):
-            Output directories to look for checkpoints in.
-        checkpoint (`str`, *optional*):
-            The one that was asked for.
-
-    Raises:
-        ReplayError: If the checkpoint that was asked for cannot be loaded.
     """
     if checkpoint is not None:
         why = vet_weights(Path(checkpoint)) if Path(checkpoint).is_dir() else "there is no such directory"

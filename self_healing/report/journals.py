@@ -56,10 +56,6 @@ class Journals:
 def read_journals(place: str | Path) -> Journals:
     """
     Reads the journals of all ranks in an `output_dir` or `healing_dir`, or the one of a later rank that is named.
-
-    Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If the file is none.
     """
     path, status = _find_journal(Path(place))
     if not path.is_file():

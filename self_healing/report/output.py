@@ -66,10 +66,7 @@ _STEP = "train/global_step"
 
 
 def show(report: RunReport, summary: HealingReport, console: Console) -> None:
-    """
-    Shows what to know of a run: incidents first, and last, where the eye is, what to do next. The `summary` has those
-    of earlier runs into the directory as well, unless one was chosen.
-    """
+    """Shows what to know of a run: incidents first, and last, where the eye is, what to do next."""
     _show_incidents(summary, console)
     _line(console, report.learning_rate)
     _line(console, "" if report.goodput is None else goodput_line(report.goodput))
@@ -321,10 +318,7 @@ def _log_failure(tracker: Any) -> None:
 
 
 def write_report_files(directory: Path, run: str) -> RunReport | None:
-    """
-    Writes `report.json` and `agent.md` beside the journal. Files of these names that are not ours stay; what goes
-    wrong is logged and stops nothing.
-    """
+    """Writes `report.json` and `agent.md` beside the journal."""
     try:
         report = read_run(directory, run)
         # Without every step: a program asks `--json` for that, and an assistant had better not read it.

@@ -151,10 +151,7 @@ def goodput(
 
 
 def steps_missing(rows: Sequence[StepRow], incidents: Sequence[IncidentStory]) -> int:
-    """
-    Counts the steps that are known not to be in the weights. One that is not in the step log is none of them: the last
-    second of a process that was killed is not written down.
-    """
+    """Counts the steps that are known not to be in the weights."""
     # What is still open has lost nothing yet as far as the incident says.
     return max(sum(row.skipped for row in branches(rows)[0]), sum(incident.steps_lost for incident in incidents))
 

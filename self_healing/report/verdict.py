@@ -20,13 +20,7 @@ _NAMED = 3
 
 
 def movement_of(history: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """
-    Measures what a run has learned by what the trainer has logged: its reward, or else its loss.
-
-    Returns `metric`, `first` and `last` of its `logs`; from 20 logs on how far they have `moved` to the better along
-    their trend (a line or a logarithm, whichever fits better), and their `spread` around it (1.4826 · MAD: a spike is
-    no spread); `fell_back` if it ended no better than it began. Empty without two logs.
-    """
+    """Measures what a run has learned by what the trainer has logged: its reward, or else its loss."""
     entries = [entry for entry in history if "loss" in entry]
     metric = "reward" if any("reward" in entry for entry in entries) else "loss"
     numbers = [entry[metric] for entry in entries if isinstance(entry.get(metric), int | float)]
@@ -63,10 +57,7 @@ def judge_weights(
     missing: int,
     ended: Mapping[str, Any],
 ) -> Verdict | None:
-    """
-    Judges the weights that a run has left, of whose steps some are `missing`; `ended` is the event of its end. `None`
-    as long as the run goes on, or may.
-    """
+    """Judges the weights that a run has left, of whose steps some are `missing`; `ended` is the event of its end."""
     if state.name in ("running", "unknown"):
         return None
     missing = min(missing, state.step)

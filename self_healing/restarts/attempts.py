@@ -26,15 +26,7 @@ class HealedSteps(Protocol):
         """Gives what the record keeps of it, as JSON."""
 
     def readable_recovery_state(self, recorded: Mapping[str, Any], odd: list[str]) -> dict[str, Any]:
-        """
-        Takes of a recorded state what can be read: a damaged part costs that part.
-
-        Args:
-            recorded (`Mapping[str, Any]`):
-                As [`recovery_state`] gave it, perhaps damaged since.
-            odd (`list[str]`):
-                Gets the names of what cannot be read.
-        """
+        """Takes of a recorded state what can be read: a damaged part costs that part."""
 
     def load_recovery_state(self, recorded: Mapping[str, Any]) -> None:
         """Takes over the state of the process before this one, later than any checkpoint."""
@@ -55,13 +47,7 @@ class HealedSteps(Protocol):
 class Attempts:
     """
     Keeps what a run must not forget with the process it runs in, if there is a record of it, and counts how often
-    `train()` was entered. Only the first process writes.
-
-    Args:
-        run ([`RunContext`]):
-            The run.
-        steps ([`HealedSteps`]):
-            What must not be forgotten beside incidents.
+    `train()` was entered.
     """
 
     def __init__(self, run: RunContext, steps: HealedSteps) -> None:
@@ -106,15 +92,7 @@ class Attempts:
     # ---- the record ----
 
     def keep(self, record: RunRecord, taken_up: bool) -> None:
-        """
-        From here on what must not be forgotten with this process is in the run directory.
-
-        Args:
-            record ([`RunRecord`]):
-                Of this run.
-            taken_up (`bool`):
-                Whether earlier processes wrote it.
-        """
+        """From here on what must not be forgotten with this process is in the run directory."""
         self.record, self.taken_up = record, taken_up
         journal = self._run.journal
         if taken_up:
@@ -154,13 +132,7 @@ class Attempts:
     # ---- the status ----
 
     def tell_status(self, output_dir: Path, max_steps: int) -> None:
-        """
-        Tells those who look into the `output_dir` that the run goes on, until the trainer is itself again.
-
-        Args:
-            output_dir (`Path`), max_steps (`int`):
-                Of the trainer.
-        """
+        """Tells those who look into the `output_dir` that the run goes on, until the trainer is itself again."""
         run = self._run
         if run.journal.rank != 0 or (self.record is not None and not self.record.kept):
             # The status is that of the process that trained there first, as the record is.
@@ -173,13 +145,7 @@ class Attempts:
     # ---- this process's part ----
 
     def begin(self, checkpoint: str | None, step: int) -> None:
-        """
-        This process begins its part in the run.
-
-        Args:
-            checkpoint (`str`, *optional*), step (`int`):
-                What it resumes from, and where that is.
-        """
+        """This process begins its part in the run."""
         if self.record is None:
             return
         marks = self._run.journal.rank == 0
@@ -192,10 +158,6 @@ class Attempts:
     def begin_from_older(self, checkpoint: str | None, step: int) -> None:
         """
         The checkpoint that was resumed from is damaged: the next entry goes on from an older one, as a new process.
-
-        Args:
-            checkpoint (`str`, *optional*), step (`int`):
-                The older one, and where it is.
         """
         self.resume_point = self.memory = None
         self._entries_before, self._entries = self._entries_before + self._entries, 0
@@ -213,13 +175,7 @@ class Attempts:
         return record is None or not record.attempts or record.newest.ending is not Ending.RUNNING
 
     def end(self, ending: Ending, why: str = "") -> None:
-        """
-        Writes down how this process's part in the run ends; what was written first counts.
-
-        Args:
-            ending ([`Ending`]), why (`str`, *optional*):
-                How, and what ended it.
-        """
+        """Writes down how this process's part in the run ends; what was written first counts."""
         record = self.record
         if record is None or self.ended:
             return

@@ -18,15 +18,7 @@ from .status import RunState
 
 
 class Departure:
-    """
-    Lets a process leave when it is preempted.
-
-    Args:
-        run ([`RunContext`]):
-            The run.
-        attempts ([`Attempts`]):
-            Where it is written down how this process's part in it ends.
-    """
+    """Lets a process leave when it is preempted."""
 
     def __init__(self, run: RunContext, attempts: Attempts) -> None:
         self._run = run
@@ -52,13 +44,7 @@ class Departure:
         return self.preemption.wish
 
     def begin(self, wishes: float) -> None:
-        """
-        Notes that the run ends with the step that was finished last.
-
-        Args:
-            wishes (`float`):
-                What the ranks have said in its vote; 0 on one process.
-        """
+        """Notes that the run ends with the step that was finished last."""
         self.begun = True
         self.preemption.agree(wishes)
 
@@ -69,33 +55,13 @@ class Departure:
             time.sleep(min(left, 0.5))
 
     def still_training(self, frame: Any) -> bool:
-        """
-        Whether the run still goes on: without the wrapper, an exception ends `train()` without a word.
-
-        Args:
-            frame (`FrameType`, *optional*):
-                What the training thread executes.
-        """
+        """Whether the run still goes on: without the wrapper, an exception ends `train()` without a word."""
         instrument = self._run.attachment.instrument
         # The wrapper takes its handlers back whatever happens.
         return self._attempts.record is not None or (instrument is not None and is_training(instrument.trainer, frame))
 
     def leave(self, step: int, output_dir: str, checkpoint: str | None = None) -> NoReturn:
-        """
-        Ends the process; what there is to save is saved.
-
-        Args:
-            step (`int`):
-                Optimizer steps finished.
-            output_dir (`str`):
-                Where checkpoints lie.
-            checkpoint (`str`, *optional*):
-                What a restart goes on from. Defaults to the newest of the run.
-
-        Raises:
-            SystemExit: With 143 after SIGTERM and 75 after SIGUSR1, or whatever a handler that was there before ours
-                has raised.
-        """
+        """Ends the process; what there is to save is saved."""
         preemption, attempts = self.preemption, self._attempts
         name = "a signal" if preemption.agreed is None else preemption.agreed.name
         name = f"{name} to another process" if preemption.requested is None else preemption.requested.name

@@ -26,22 +26,7 @@ logger = logging.getLogger("self_healing")
 
 @dataclass(slots=True)
 class Refusal:
-    """
-    A run is not continued once more, and why.
-
-    Args:
-        verdict (`str`):
-            In words.
-        advice (`str`):
-            What to do.
-        step (`int`):
-            Which the run had come to.
-        postmortem (`str`, *optional*):
-            Where it is told already.
-        first_verdict (`str`, *optional*):
-            Of the start that was refused first, if this is not the one: what is remembered, so that no start quotes
-            all those before it. Defaults to `verdict`.
-    """
+    """A run is not continued once more, and why."""
 
     verdict: str
     advice: str
@@ -83,18 +68,7 @@ def crash_loop(record: RunRecord, attempts_allowed: int, died: bool) -> Refusal:
 
 
 def take_up(run: RunContext, attempts: Attempts, start: Start) -> None:
-    """
-    Goes on with what an earlier process left, if that may be tried once more, and begins this process's attempt.
-
-    Args:
-        run ([`RunContext`]), attempts ([`Attempts`]):
-            Of the run; its record is kept.
-        start ([`Start`]):
-            Where this process begins.
-
-    Raises:
-        UnrecoverableTrainingError: If the run is not tried once more.
-    """
+    """Goes on with what an earlier process left, if that may be tried once more, and begins this process's attempt."""
     refusal: Refusal | None = None
     try:
         refusal = _judge(run, attempts, start)
@@ -186,17 +160,7 @@ def _count_repeated_steps(run: RunContext, start: Start, refused: bool) -> None:
 
 
 def go_on_from_disk(run: RunContext, attempts: Attempts, checkpoint: str | None, why: StateUnusable) -> None:
-    """
-    Goes on from disk in place of a state in memory that does not fit the trainer, and counts what that costs.
-
-    Args:
-        run ([`RunContext`]), attempts ([`Attempts`]):
-            Of the run.
-        checkpoint (`str`, *optional*):
-            The newest one that can be trusted.
-        why ([`StateUnusable`]):
-            What does not fit.
-    """
+    """Goes on from disk in place of a state in memory that does not fit the trainer, and counts what that costs."""
     step = 0 if checkpoint is None else step_of(checkpoint, default=0)
     came_to = 0 if attempts.record is None else max(attempt.last_step for attempt in attempts.record.attempts[:-1])
     logger.warning(

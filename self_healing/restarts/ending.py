@@ -29,15 +29,7 @@ _HEARING_OF_IT, _HEARING_WHERE = 2.5, 1.5
 
 
 class RunEnding:
-    """
-    Writes down how a run ends, or this process's part in it: closes what is open, and leaves a postmortem.
-
-    Args:
-        run ([`RunContext`]):
-            The run.
-        attempts ([`Attempts`]), departure ([`Departure`]):
-            Its processes, and how this one leaves.
-    """
+    """Writes down how a run ends, or this process's part in it: closes what is open, and leaves a postmortem."""
 
     def __init__(self, run: RunContext, attempts: Attempts, departure: Departure) -> None:
         self.run = run
@@ -49,22 +41,7 @@ class RunEnding:
     def stop(
         self, incident: Incident, verdict: str, error: BaseException | None = None, resume_from: str | None = None
     ) -> UnrecoverableTrainingError:
-        """
-        Ends the run with an incident whose remedies are spent.
-
-        Args:
-            incident ([`Incident`]):
-                It is closed as fatal, and with it what was still waiting to be judged.
-            verdict (`str`):
-                Why the run ends.
-            error (`BaseException`, *optional*):
-                The exception behind it.
-            resume_from (`str`, *optional*):
-                The checkpoint to go on from, if it is not the newest of the run.
-
-        Returns:
-            [`UnrecoverableTrainingError`]: To be raised; its message names the postmortem and what to do.
-        """
+        """Ends the run with an incident whose remedies are spent."""
         run, attempts = self.run, self.attempts
         failure = incident.failure or FailureType.USER_CODE
         self._close_as_fatal(incident)
@@ -105,24 +82,7 @@ class RunEnding:
         resume_from: Any,
         verdict: str | None = None,
     ) -> str:
-        """
-        Ends the run with an exception that left `train()`.
-
-        Args:
-            incident ([`Incident`]):
-                It is closed as fatal.
-            failure ([`FailureType`]):
-                Of the exception.
-            error (`BaseException`):
-                The exception.
-            resume_from (`Any`):
-                What `train()` would have been entered again from.
-            verdict (`str`, *optional*):
-                Why the run ends. Defaults to the exception.
-
-        Returns:
-            `str`: What to do about it.
-        """
+        """Ends the run with an exception that left `train()`."""
         run, attempts = self.run, self.attempts
         self._close_as_fatal(incident)
         path = resume_from if isinstance(resume_from, str) else None
@@ -145,19 +105,7 @@ class RunEnding:
     def stop_for_lost_device(
         self, incident: Incident, error: BaseException, verdict: str, restart_code: int | None
     ) -> None:
-        """
-        Ends this process's part because the device is lost. Reads checkpoints by their markers alone.
-
-        Args:
-            incident ([`Incident`]):
-                That of the device.
-            error (`BaseException`):
-                What told of it.
-            verdict (`str`):
-                Why the run ends.
-            restart_code (`int`, *optional*):
-                With which the process ends to be started again; `None` if the run ends here.
-        """
+        """Ends this process's part because the device is lost."""
         run, attempts = self.run, self.attempts
         if restart_code is not None:
             run.journal.acted(incident, Action.EXIT_FOR_RESTART.value, exit_code=restart_code)
@@ -171,15 +119,6 @@ class RunEnding:
     def end_process(self, why: str, failure: Failure | None, code: int) -> None:
         """
         Writes down that this process is about to be ended from the inside: because of a hang, or with another rank.
-        Reads checkpoints by their markers alone, from a thread beside the training thread.
-
-        Args:
-            why (`str`):
-                The reason.
-            failure ([`Failure`], *optional*):
-                What another rank has failed with.
-            code (`int`):
-                The exit code.
         """
         run, attempts = self.run, self.attempts
         if failure is not None or run.ranks.known:
@@ -205,9 +144,6 @@ class RunEnding:
     def finish(self) -> None:
         """
         Writes down that the run came to its end; what was only there for a restart goes, and what was put off is done.
-
-        Raises:
-            BaseException: What the user's handler of a signal had raised.
         """
         attempts, preemption = self.attempts, self.departure.preemption
         attempts.end(Ending.FINISHED)

@@ -58,9 +58,7 @@ def ending_the_job(config: HealingConfig, args: Any, *meant: type[Exception]) ->
 
 
 def is_off(config: HealingConfig, args: Any) -> bool:
-    """
-    Whether a run trains without healing; if so, says and journals why, and how it is switched on again. Collective.
-    """
+    """Whether a run trains without healing; if so, says and journals why, and how it is switched on again."""
     file = _directory(config, args) / OFF_FILE
     own = _noted(file)
     if consensus.all_ranks("healing is attached", own is None, args.device):

@@ -21,17 +21,7 @@ logger = logging.getLogger("self_healing")
 
 
 def write_down_lost_device(ending: RunEnding, error: BaseException, verdict: str = "") -> None:
-    """
-    Writes incident and postmortem, once in a run. Never raises.
-
-    Args:
-        ending ([`RunEnding`]):
-            Of the run.
-        error (`BaseException`):
-            What told of it.
-        verdict (`str`, *optional*):
-            Why the run ends. Defaults to the error.
-    """
+    """Writes incident and postmortem, once in a run."""
     if ending.run.attachment.device_lost:
         return
     ending.run.attachment.device_lost = True
@@ -50,18 +40,7 @@ def _write_down(ending: RunEnding, error: BaseException, verdict: str) -> None:
 
 
 def leave_lost_device(ending: RunEnding, error: BaseException) -> None:
-    """
-    Ends the process where a launcher starts it again.
-
-    Args:
-        ending ([`RunEnding`]):
-            Of a run of the wrapper; what it ends with is written down.
-        error (`BaseException`):
-            What told of the device. It is kept, and with it all tensors of the step.
-
-    Raises:
-        SystemExit: With 75, where a launcher starts the job again.
-    """
+    """Ends the process where a launcher starts it again."""
     if not _is_started_again(ending):
         return
     ending.attempts.end(Ending.RESTART, describe_exception(error))

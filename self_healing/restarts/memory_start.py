@@ -27,17 +27,7 @@ logger = logging.getLogger("self_healing")
 
 @dataclass(frozen=True, slots=True, order=True)
 class SharedStep:
-    """
-    A state that every rank has in shared memory.
-
-    Args:
-        step (`int`):
-            Optimizer steps finished.
-        run (`str`):
-            The run.
-        owed (`str`):
-            What its processes still owed the step, in which all ranks take part.
-    """
+    """A state that every rank has in shared memory."""
 
     step: int
     run: str
@@ -45,15 +35,7 @@ class SharedStep:
 
 
 class MemoryStart:
-    """
-    The state that this process goes on from.
-
-    Args:
-        state ([`StoredState`]):
-            Opened.
-        checkpoint (`str`):
-            A directory with what is read of a checkpoint by name; weights and optimizer state come from memory.
-    """
+    """The state that this process goes on from."""
 
     def __init__(self, state: StoredState, checkpoint: str) -> None:
         # `None` once it was let go of.
@@ -70,13 +52,7 @@ class MemoryStart:
                 file.unlink(missing_ok=True)
 
     def remove(self, files_alone: bool = False) -> None:
-        """
-        Removes it.
-
-        Args:
-            files_alone (`bool`, *optional*, defaults to `False`):
-                Whether this process may still go back to it.
-        """
+        """Removes it."""
         if self.state is not None:
             for name in (self.state.path.name, *self.state.facts.blocks):
                 with suppress(OSError):
@@ -90,19 +66,7 @@ class MemoryStart:
         return None if self.state is None else self.state.snapshot_in(live)
 
     def loading(self, trainer: Any, on_success: Callable[[StoredState], None]) -> AbstractContextManager[None]:
-        """
-        Lets `train()` of a trainer resume from it.
-
-        Args:
-            trainer ([`~transformers.Trainer`]):
-                The trainer.
-            on_success (`Callable[[StoredState], None]`):
-                Called with the state once it is in place: before, nobody knows whether it fits.
-
-        Raises:
-            StateUnusable: If it is not there any more; and on all ranks, in `train()`, if it does not fit the trainer
-                of one.
-        """
+        """Lets `train()` of a trainer resume from it."""
 
         state = self.state
         if state is None:
@@ -127,13 +91,7 @@ class MemoryStart:
 
 
 def steps_in_memory(output_dir: str, rank: int, device: torch.device) -> list[SharedStep]:
-    """
-    Finds the states that all ranks have in shared memory, the newest first. Collective.
-
-    Args:
-        output_dir (`str`), rank (`int`), device (`torch.device`):
-            Of the run.
-    """
+    """Finds the states that all ranks have in shared memory, the newest first."""
     world_size = consensus.world_size()
     mine = {_shared(facts): facts for _, facts in _states_of(output_dir, rank, world_size)}
     if not mine:
@@ -144,16 +102,7 @@ def steps_in_memory(output_dir: str, rank: int, device: torch.device) -> list[Sh
 
 
 def open_in_memory(output_dir: str, step: SharedStep, rank: int, device: torch.device) -> MemoryStart | None:
-    """
-    Opens a state that all ranks have. Collective.
-
-    Args:
-        output_dir (`str`), step ([`SharedStep`]), rank (`int`), device (`torch.device`):
-            As [`steps_in_memory`] takes and gives them.
-
-    Returns:
-        [`MemoryStart`]: `None` if a rank cannot read its part.
-    """
+    """Opens a state that all ranks have."""
     opened: list[MemoryStart] = []
 
     def can_be_read() -> bool:
@@ -170,10 +119,7 @@ def open_in_memory(output_dir: str, step: SharedStep, rank: int, device: torch.d
 
 
 def remove_other_states(output_dir: str, run: str, world_size: int) -> None:
-    """
-    Removes what earlier runs, or another number of processes, have left in shared memory for an `output_dir`. What is
-    in use stays: a container that shares this memory may have a directory of the same name.
-    """
+    """Removes what earlier runs, or another number of processes, have left in shared memory for an `output_dir`."""
     directory, own = directory_of(output_dir), f"-of-{world_size}"
     if not is_own(directory):
         return

@@ -24,15 +24,7 @@ _GOES_ON = frozenset({Ending.RUNNING, Ending.RESTART, Ending.FAILED})
 
 
 def let_snapshots_outlive(run: RunContext, attempts: Attempts, rollback: Rollback, trainer: Any) -> None:
-    """
-    Has snapshots taken in shared memory, where a launcher will start the job again.
-
-    Args:
-        run ([`RunContext`]), attempts ([`Attempts`]), rollback ([`Rollback`]):
-            Of the run, which has not begun.
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-    """
+    """Has snapshots taken in shared memory, where a launcher will start the job again."""
     args = trainer.args
     record, config, memory = attempts.record, run.config, attempts.memory
     if record is None or not record.kept:
@@ -66,15 +58,7 @@ def let_snapshots_outlive(run: RunContext, attempts: Attempts, rollback: Rollbac
 
 
 def leave_snapshots(run: RunContext, attempts: Attempts, rollback: Rollback, args: Any) -> None:
-    """
-    Leaves them to the next process, or removes them if there will be none. Called when `train()` is left.
-
-    Args:
-        run ([`RunContext`]), attempts ([`Attempts`]), rollback ([`Rollback`]):
-            As for [`let_snapshots_outlive`].
-        args ([`~transformers.TrainingArguments`]):
-            Of the trainer.
-    """
+    """Leaves them to the next process, or removes them if there will be none."""
     record = attempts.record
     if record is None or not record.kept:
         return

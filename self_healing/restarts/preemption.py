@@ -38,29 +38,7 @@ _NOTHING = b"\0"
 
 
 class Preemption:
-    """
-    Listens to SIGTERM and SIGUSR1 for the time of a run.
-
-    The first signal asks for the end of the run; `requested` is looked at between two steps. Should the step not end
-    in time for a checkpoint before the deadline, it is interrupted (where `may_interrupt` allows it); at the deadline
-    the process ends, whatever it is doing.
-
-    Handlers that were there are called as well, at once. What they raise (`sys.exit` is usual) is put off to the end
-    of the step.
-
-    Args:
-        deadline (`float`):
-            Seconds from the signal to the end of the process.
-        may_interrupt (`Callable[[], bool]`):
-            Whether an exception in the main thread leaves weights and checkpoints whole.
-        longest_save (`Callable[[], float]`):
-            How long the slowest checkpoint has taken, in seconds: as early as that the step has to be left.
-        still_training (`Callable[[FrameType | None], bool]`):
-            Whether the run still goes on in a frame of the main thread: an exception may have ended `train()` without
-            a word.
-        note (`Callable[[str], None]`):
-            Told why the process ends at the deadline, right before it does.
-    """
+    """Listens to SIGTERM and SIGUSR1 for the time of a run."""
 
     def __init__(
         self,
@@ -150,10 +128,7 @@ class Preemption:
         self._thread = None
 
     def forget(self) -> None:
-        """
-        Holds on to nothing of a run that has ended without a word. Callable from any thread: signals are given back
-        when the next one comes.
-        """
+        """Holds on to nothing of a run that has ended without a word."""
         self._over.set()
         self._may_interrupt, self._longest_save = (lambda: False), (lambda: 0.0)
         self._still_training, self._note = (lambda frame: False), (lambda why: None)
@@ -174,13 +149,7 @@ class Preemption:
         return _OF_SIGTERM if self.requested == signal.SIGTERM else _OF_SIGUSR1
 
     def agree(self, wishes: float) -> None:
-        """
-        Takes over by which signal the ranks leave; 0 on one process.
-
-        Args:
-            wishes (`float`):
-                The sum of what they have said; where it was both signals, SIGTERM counts.
-        """
+        """Takes over by which signal the ranks leave; 0 on one process."""
         if wishes:
             self.agreed = signal.SIGTERM if wishes >= _OF_SIGTERM else signal.SIGUSR1
 

@@ -21,14 +21,6 @@ def end_process_with(code: int, error: BaseException, within: float = _LAST_WORD
     """
     Makes the process end with a code even if the interpreter cannot end next to a lost device: freeing memory of the
     device may abort the process, and its driver may keep it from ending.
-
-    Args:
-        code (`int`):
-            Exit code, after the functions that others have registered with `atexit`.
-        error (`BaseException`):
-            Kept, so that the tensors in its frames are not freed.
-        within (`float`, *optional*):
-            Seconds that ending may take.
     """
 
     def end() -> None:

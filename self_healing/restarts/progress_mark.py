@@ -16,16 +16,7 @@ _SHARE = 0.01
 
 
 class ProgressMark:
-    """
-    Keeps the mark of one process. It takes at most a hundredth of the time, however slow the disk is.
-
-    Args:
-        directory (`Path`):
-            The `output_dir`; it is made if need be.
-
-    Raises:
-        OSError: If no file can be kept there.
-    """
+    """Keeps the mark of one process."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -54,13 +45,7 @@ class ProgressMark:
 
 
 def read_mark(directory: Path) -> tuple[int, int] | None:
-    """
-    Reads the attempt and the step that were marked last.
-
-    Args:
-        directory (`Path`):
-            The `output_dir`.
-    """
+    """Reads the attempt and the step that were marked last."""
     try:
         attempt, step = _MARK.unpack((directory / PROGRESS_FILE).read_bytes())
     except (OSError, struct.error):

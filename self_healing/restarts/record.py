@@ -68,34 +68,7 @@ class UnreadableRecordError(ValueError):
 
 @dataclass(slots=True)
 class Attempt:
-    """
-    One process's part in a run.
-
-    Args:
-        number (`int`):
-            From 1.
-        pid (`int`), host (`str`), began (`float`):
-            Where and when, in seconds since the epoch.
-        resumed_from (`str`, *optional*):
-            The checkpoint it went on from.
-        first_step (`int`), last_step (`int`):
-            Optimizer steps finished at its beginning, and as far as is known.
-        ending ([`Ending`]):
-            How it ended.
-        why (`str`):
-            The same in words.
-        call (`int`):
-            Which call of `train()` into this directory it was in its process, from 1: a script may train several
-            times.
-        job (`str`):
-            What SLURM knows its job by.
-        rendezvous (`str`):
-            What torchrun knows its job by.
-        machine (`str`), process_began (`float`):
-            As those of a [`Process`]; empty and 0 where they are not known.
-        rows (`int`):
-            Of all processes in one optimizer step; 0 where that is not known.
-    """
+    """One process's part in a run."""
 
     number: int
     pid: int
@@ -156,28 +129,7 @@ def warn_about_parts(odd: list[str]) -> None:
 
 @dataclass(slots=True)
 class RunRecord:
-    """
-    The record of one run, however many processes it takes.
-
-    Args:
-        directory (`Path`):
-            Where its checkpoints lie (`output_dir`): several runs may share a `healing_dir`.
-        run (`str`):
-            The run.
-        attempts (`list[Attempt]`):
-            In order.
-        incidents (`list[dict]`):
-            Those of all attempts ([`Incident.to_dict`]).
-        recovery_state (`dict`):
-            What must not be forgotten with the process: budgets, ladders, learning rate.
-        postmortem (`str`, *optional*):
-            Where the newest one lies.
-        saving (`dict`, *optional*):
-            The newest checkpoint that was about to be written, when, and what its marker was to say: a process that is
-            killed before the marker is there leaves no other sign of whose it is.
-        kept (`bool`):
-            Whether it is written; not where another process keeps one in the same directory.
-    """
+    """The record of one run, however many processes it takes."""
 
     directory: Path
     run: str
@@ -205,14 +157,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, directory: Path) -> Self | None:
-        """
-        The record in a directory; `None` if there is none.
-
-        What is missing in it, or cannot be, is told and left out: it may be damaged, or of another version.
-
-        Raises:
-            UnreadableRecordError: If there is one that cannot be read at all.
-        """
+        """The record in a directory; `None` if there is none."""
         path = directory / RECORD_FILE
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -259,19 +204,7 @@ class RunRecord:
     def begin_attempt(
         self, resumed_from: str | None, first_step: int, marks: bool = True, job: str = "", rendezvous: str = ""
     ) -> Attempt:
-        """
-        A process begins its part.
-
-        Args:
-            resumed_from (`str`, *optional*):
-                The checkpoint it goes on from.
-            first_step (`int`):
-                Optimizer steps finished there.
-            marks (`bool`, *optional*, defaults to `True`):
-                Whether it keeps the mark of how far it came; of several processes the first one does.
-            job (`str`, *optional*), rendezvous (`str`, *optional*):
-                What SLURM and torchrun know its job by.
-        """
+        """A process begins its part."""
         number = self.newest.number + 1 if self.attempts else 1
         process = Process.this_one()
         attempt = Attempt(
@@ -301,15 +234,7 @@ class RunRecord:
             self._mark.note_step(self.newest.number, step)
 
     def about_to_save(self, checkpoint: str, bookkeeping: Mapping[str, Any] | None = None) -> None:
-        """
-        A checkpoint is about to be written.
-
-        Args:
-            checkpoint (`str`):
-                Its directory, as seen from the one of the record.
-            bookkeeping (`Mapping[str, Any]`, *optional*):
-                What its marker will say of running losses and metrics.
-        """
+        """A checkpoint is about to be written."""
         # As a text: a metric that is NaN has to come out as the number it was.
         text = json.dumps(dict(bookkeeping or {}))
         self.saving = {"checkpoint": checkpoint, "time": time.time(), "bookkeeping": text}

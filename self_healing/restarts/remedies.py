@@ -28,19 +28,7 @@ logger = logging.getLogger("self_healing")
 
 
 class LastResorts:
-    """
-    Saves an emergency checkpoint, waits before `train()` is entered again, or stops the run with a postmortem.
-
-    Args:
-        run ([`RunContext`]):
-            The run; its configuration says how long is waited, and whether an emergency checkpoint is wanted.
-        attempts ([`Attempts`]), ending ([`RunEnding`]):
-            Its processes, and what writes down how it ends.
-        rollback ([`Rollback`]):
-            States it can go back to.
-        last_step ([`LastStep`]):
-            Leaves the state to the next process, where several train together.
-    """
+    """Saves an emergency checkpoint, waits before `train()` is entered again, or stops the run with a postmortem."""
 
     def __init__(
         self, run: RunContext, attempts: Attempts, ending: RunEnding, rollback: Rollback, last_step: LastStep

@@ -24,16 +24,6 @@ def continue_bookkeeping(
 ) -> None:
     """
     Takes over what was written down beside the checkpoint that was resumed from, and does first what is owed of it.
-
-    Args:
-        run ([`RunContext`]), attempts ([`Attempts`]):
-            The run, and its processes.
-        instrument ([`Instrument`]):
-            Attached to the trainer.
-        resumed_from (`str`, *optional*):
-            The checkpoint.
-        step (`int`):
-            Optimizer steps finished.
     """
     point = attempts.resume_point
     if point is not None and point.path == resumed_from:

@@ -57,29 +57,7 @@ _LOOKED_AT = frozenset({Ending.FAILED, Ending.GAVE_UP, Ending.INTERRUPTED})
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """
-    The beginning of a process: checkpoint, step, and the run it continues.
-
-    Args:
-        checkpoint (`str`, *optional*):
-            What it resumes from; `None` for the beginning.
-        step (`int`):
-            Optimizer steps finished there.
-        record ([`RunRecord`], *optional*):
-            Of the run that it continues; `None` for a new one.
-        by_hand (`bool`):
-            Whether a person started it, who has looked at the failure.
-        by_agent (`bool`):
-            Whether a launcher that has lived on started it again.
-        beside (`bool`):
-            Whether another process that lives trains into the same directory: the record there is that one's.
-        passed_over (`tuple[Verdict, ...]`):
-            Newer checkpoints that cannot be used.
-        shared ([`SharedStep`], *optional*):
-            The state in shared memory that is further than the newest checkpoint on disk.
-        memory ([`MemoryStart`], *optional*):
-            The same, opened by this process; `checkpoint` stands for it then.
-    """
+    """The beginning of a process: checkpoint, step, and the run it continues."""
 
     checkpoint: str | None
     step: int = 0
@@ -145,23 +123,7 @@ def find_start(
     requested: str | os.PathLike[str] | bool | None,
     memory: bool = True,
 ) -> Start:
-    """
-    Finds where a run begins. Collective: the first process decides for all of them, and they wait to be told.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            That of the run.
-        config ([`HealingConfig`]):
-            `resume_after_restart`.
-        requested (`str`, `PathLike` or `bool`, *optional*):
-            `resume_from_checkpoint`.
-        memory (`bool`, *optional*, defaults to `True`):
-            Whether a state in shared memory counts.
-
-    Raises:
-        CheckpointError: If there is nothing that can be resumed from, or the path given is not.
-        ConfigurationError: If checkpoints can never be written.
-    """
+    """Finds where a run begins."""
     args, in_memory = trainer.args, list[SharedStep]()
     refuse_unwritable(args)
     of_ranks = consensus.from_every_rank("how the job was started", (launch_of(), loads_more(trainer)), args.device)
@@ -316,10 +278,7 @@ def _none_that_all_can_read(output_dir: str, passed_over: Sequence[Verdict]) -> 
 
 
 def refusal_of_another_job(checkpoint: str, trainer: Any) -> str | None:
-    """
-    Says why a good checkpoint cannot be gone on from by a job of this kind; `None` if it can. Neither a fresh start
-    nor an older one will do: it is what the job was to go on from.
-    """
+    """Says why a good checkpoint cannot be gone on from by a job of this kind; `None` if it can."""
     why = why_of_another_job(Path(checkpoint), zero_job_of(trainer))
     return None if why is None else f"{checkpoint} is whole, and this job cannot go on from it: {why}."
 
@@ -388,10 +347,7 @@ def note_memory_start(journal: Journal, state: StoredState) -> None:
 
 
 def of_this_job(record: RunRecord, launch: Launch) -> bool:
-    """
-    Whether a launcher that has started this process again has started the one that wrote a record as well. A job that
-    died before it trained comes to the same place, and finds what another one has left there.
-    """
+    """Whether a launcher that has started this process again has started the one that wrote a record as well."""
     newest = record.newest
     if launch.by_agent and _may_have_started(launch, newest):
         return True
@@ -419,14 +375,6 @@ def continues(record: RunRecord, launch: Launch, requested: Any) -> bool:
     """
     Whether this process goes on with the run of a record by itself, whatever checkpoint was asked for: a launcher has
     started the same script again, and it has come to the same place.
-
-    Args:
-        record ([`RunRecord`]):
-            What is found in the output directory.
-        launch ([`Launch`]):
-            How this process was started.
-        requested:
-            `resume_from_checkpoint`.
     """
     if not launch.started_again or requested is False or not first_call(record.directory):
         return False
@@ -506,21 +454,7 @@ def _was_about_to_save(record: RunRecord, checkpoint: Path) -> bool:
 def start_of(
     checkpoint: str | None, record: RunRecord | None, launch: Launch, taken_up: bool, requested: Any
 ) -> Start:
-    """
-    Puts together what it means to begin at a checkpoint.
-
-    Args:
-        checkpoint (`str`, *optional*):
-            The one that was chosen.
-        record ([`RunRecord`], *optional*):
-            What is found in the run directory.
-        launch ([`Launch`]):
-            How this process was started.
-        taken_up (`bool`):
-            Whether [`continues`] said so.
-        requested:
-            `resume_from_checkpoint`.
-    """
+    """Puts together what it means to begin at a checkpoint."""
     step = 0 if checkpoint is None else step_in(Path(checkpoint))
     if record is None or not record.attempts:
         return Start(checkpoint, step)

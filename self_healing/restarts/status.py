@@ -53,29 +53,7 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """
-    The state of a run as of one moment.
-
-    Args:
-        run (`str`):
-            The run.
-        journal (`str`):
-            Its journal, relative to the directory of the status.
-        max_steps (`int`):
-            Optimizer steps it is to have.
-        pid (`int`), host (`str`), began (`float`):
-            The process, and when it began with it, in seconds since the epoch.
-        process_began (`float`):
-            When the process was started, in seconds since its machine was; 0 where that is not known.
-        state ([`RunState`]):
-            What has become of it.
-        step (`int`):
-            Optimizer steps finished.
-        since (`float`):
-            Of a run that goes on or died: the last sign of life; else when it ended.
-        why (`str`):
-            What ended it, in words.
-    """
+    """The state of a run as of one moment."""
 
     run: str
     journal: str
@@ -170,13 +148,7 @@ def looked_up(status: RunStatus) -> RunState:
 
 @dataclass(slots=True, weakref_slot=True)
 class StatusKeeper:
-    """
-    Keeps the status of a run up to date. What the file system refuses is told once and stops nothing.
-
-    Args:
-        directory (`Path`):
-            The `output_dir`.
-    """
+    """Keeps the status of a run up to date."""
 
     directory: Path
     status: RunStatus | None = None
@@ -186,17 +158,7 @@ class StatusKeeper:
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def begin(self, run: str, journal: Path, step: int, max_steps: int, marks: bool) -> None:
-        """
-        `train()` is entered.
-
-        Args:
-            run (`str`), journal (`Path`):
-                The run, and where its journal is.
-            step (`int`), max_steps (`int`):
-                Optimizer steps finished, and those it is to have.
-            marks (`bool`):
-                Whether to mark how far it comes; with a record of the run that is done there.
-        """
+        """`train()` is entered."""
         now = time.time()
         try:
             where = os.path.relpath(journal, self.directory)

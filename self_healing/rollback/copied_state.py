@@ -120,15 +120,7 @@ class StateWriter:
         return kept
 
     def allocate(self, copies_of: Callable[[str], DeviceCopies | None], new_block: NewBlock = HostBlock) -> None:
-        """
-        Takes memory for what has none yet, in one piece.
-
-        Args:
-            copies_of (`Callable[[str], DeviceCopies | None]`):
-                What a kind of device can do beside computing, [`copies_of`].
-            new_block (`Callable`, *optional*):
-                Takes it.
-        """
+        """Takes memory for what has none yet, in one piece."""
         nbytes = sum(aligned(tensor) for _, _, tensor in self._missing)
         kinds = {tensor.device.type for _, _, tensor in self._missing}
         copies = next((found for kind in kinds if (found := copies_of(kind)) is not None), None)

@@ -102,14 +102,5 @@ def _succeeded(result: Any) -> bool:
 
 
 def copies_of(kind: str) -> DeviceCopies | None:
-    """
-    What a kind of device can do beside computing.
-
-    Args:
-        kind (`str`):
-            The type of a [`torch.device`].
-
-    Returns:
-        `None` where copies are made at once, as they are from the CPU.
-    """
+    """What a kind of device can do beside computing."""
     return _CudaCopies() if kind == "cuda" else None

@@ -31,27 +31,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class HostBlock:
-    """
-    Host memory in one piece, no larger than it is asked for, and given back with the last tensor in it.
-
-    Beside the heap: among the activations on it, which come and go in every step, tensors that stay would keep the
-    allocator from reusing what was freed; it gives pages back to the system and takes them again, up to 12 ms of a
-    step of 130 ms. And not by torch's allocator of pinned memory, which takes the next power of two, and keeps it for
-    later when it is freed.
-
-    Args:
-        nbytes (`int`):
-            Its size: the sum of [`aligned`] sizes.
-        copies ([`DeviceCopies`], *optional*):
-            Of the devices it is copied to from.
-        file (`Path`, *optional*):
-            In shared memory: what is written to the block is there for another process, whatever becomes of this one.
-            It has to be removed by whoever has named it.
-
-    Raises:
-        MemoryError: There is not as much.
-        OSError: The file cannot be made as large.
-    """
+    """Host memory in one piece, no larger than it is asked for, and given back with the last tensor in it."""
 
     def __init__(self, nbytes: int, copies: DeviceCopies | None = None, file: Path | None = None) -> None:
         try:

@@ -29,15 +29,7 @@ logger = logging.getLogger("self_healing")
 
 
 class StateInPlace:
-    """
-    The state that a run is in, which snapshots and checkpoints are written over.
-
-    Args:
-        ring ([`SnapshotRing`]):
-            The snapshots, whose copies are waited for before anything is overwritten.
-        batches ([`KeptBatches`]):
-            Give way where there is no memory to put a state in place.
-    """
+    """The state that a run is in, which snapshots and checkpoints are written over."""
 
     def __init__(self, ring: SnapshotRing, batches: KeptBatches) -> None:
         self._ring, self._batches = ring, batches
@@ -118,12 +110,7 @@ class StateInPlace:
         reload_checkpoint(self.instrument.trainer, checkpoint)
 
     def try_to_load(self, checkpoint: str) -> bool:
-        """
-        Writes a checkpoint over it, if all ranks have it: nodes may have disks of their own.
-
-        Returns:
-            Whether it was loaded and is finite, on all ranks. All of them have to come.
-        """
+        """Writes a checkpoint over it, if all ranks have it: nodes may have disks of their own."""
         if not consensus.all_ranks("the checkpoint is here", Path(checkpoint).is_dir(), self.device):
             logger.warning("%s is not there on all ranks, and is not loaded.", checkpoint)
             return False
@@ -138,16 +125,7 @@ class StateInPlace:
         return self.is_sound(failed)
 
     def is_sound(self, failed: bool = False) -> bool:
-        """
-        Searches it for NaN and Inf. Collective.
-
-        Args:
-            failed (`bool`, *optional*, defaults to `False`):
-                Whether it could not even be put in place on this rank.
-
-        Returns:
-            Whether it was put in place and is finite, on all ranks.
-        """
+        """Searches it for NaN and Inf."""
         return consensus.all_ranks(
             "the state put in place is sound",
             not failed and not self.instrument.view.nonfinite_tensors(),

@@ -21,17 +21,7 @@ _MOST_GROWTH = 10
 
 @dataclass(frozen=True, slots=True)
 class IntervalChoice:
-    """
-    An interval, and why it was chosen.
-
-    Args:
-        steps (`int`):
-            Steps between two snapshots.
-        seconds (`float`):
-            Time that a copy takes.
-        share_of_step (`float`):
-            That time in steps, of the rank where it is longest.
-    """
+    """An interval, and why it was chosen."""
 
     steps: int
     seconds: float
@@ -41,10 +31,6 @@ class IntervalChoice:
 class SnapshotInterval:
     """
     Times steps and copies, and says when a snapshot is due: as soon as copies stay within their share of the time.
-
-    Args:
-        config ([`HealingConfig`]):
-            That share, or the interval itself.
     """
 
     def __init__(self, config: HealingConfig) -> None:
@@ -93,16 +79,7 @@ class SnapshotInterval:
         return median(self._copy_seconds) if self._copy_seconds else self._first_copy_seconds
 
     def choose(self, share: float) -> IntervalChoice | None:
-        """
-        Chooses the interval by what copies cost.
-
-        Args:
-            share (`float`):
-                Cost of a copy in steps, of the rank where it is highest.
-
-        Returns:
-            [`IntervalChoice`]; `None` where the one in force is near enough.
-        """
+        """Chooses the interval by what copies cost."""
         steps = self._config.snapshot_interval
         if not steps:
             steps = max(math.ceil(share / self._config.snapshot_overhead_budget), _LEAST_STEPS)

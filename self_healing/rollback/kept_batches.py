@@ -22,15 +22,7 @@ _LARGEST_CONTROL = 64 * 2**20
 
 
 class KeptBatches:
-    """
-    Holds what is kept of the batches of earlier steps. Until the device runs out of memory they stay where they are;
-    several of these are the same step, whose tensors are kept once.
-
-    - `newest_healthy`: the last step before anything was wrong with the loss, whole.
-    - `healthy_inputs`: the first micro-batch of the last step with nothing wrong by itself, of any size.
-    - `first_steps`: those the run began with.
-    - `tape`: all steps since the newest trusted state, without a gap.
-    """
+    """Holds what is kept of the batches of earlier steps."""
 
     def __init__(self) -> None:
         self.newest_healthy: Control | None = None
@@ -48,18 +40,7 @@ class KeptBatches:
         self.cut_tape()
 
     def copy_of(self, window: Window, loss: float) -> Control | None:
-        """
-        Copies a step to be computed again later.
-
-        Args:
-            window ([`Window`]):
-                The step.
-            loss (`float`):
-                What came out of it.
-
-        Returns:
-            [`Control`], or `None` if its rows are generated each time, or are too many.
-        """
+        """Copies a step to be computed again later."""
         control = window.control(loss, _LARGEST_CONTROL)
         if control is not None and self._on_host:
             # The device has just been waited for: only the copy itself takes time.
@@ -122,25 +103,7 @@ class KeptBatches:
     # ---- where memory ran out ----
 
     def free(self, of_host: bool, device: torch.device, snapshots: Iterable[Snapshot]) -> int:
-        """
-        Frees memory that kept batches take, after memory ran out.
-
-        Those on the device go to the host, and so do all later ones: nothing is lost. Where it is the host that has no
-        memory, those that lie there are given up: until the next snapshot steps cannot be applied again, until the
-        next healthy step harder data cannot be told from worse weights, and a run that fails in its first steps cannot
-        try out learning rates on them.
-
-        Args:
-            of_host (`bool`):
-                Whether the memory that ran out was the host's.
-            device (`torch.device`):
-                Where the run trains.
-            snapshots (`Iterable[Snapshot]`):
-                States that are kept, each with a batch from before it.
-
-        Returns:
-            `int`: the bytes that were freed.
-        """
+        """Frees memory that kept batches take, after memory ran out."""
         snapshots = list(snapshots)
         with_snapshots = [snapshot.extras.get("control") for snapshot in snapshots]
         recorded = [recording.control for recording in self.tape]

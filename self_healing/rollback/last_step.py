@@ -32,16 +32,7 @@ _SETTLING, _TELLING = 1.0, 2.0
 class LastStep:
     """
     Leaves the state after the last finished step to the process that goes on with the run: each of several ranks its
-    own, whether it has failed itself or waits for the one that has. No rank needs another one for it.
-
-    Where all keep the same weights, one that has failed between a step that all had found fit and its update applies
-    it first, as the others did.
-
-    Args:
-        rollback ([`Rollback`]):
-            Knows the tensors, and where the state goes.
-        journal ([`Journal`]):
-            Where it is written down.
+    own, whether it has failed itself or waits for the one that has.
     """
 
     def __init__(self, rollback: Rollback, journal: Journal) -> None:
@@ -56,16 +47,7 @@ class LastStep:
         self._asked = False
 
     def leave(self, instrument: Instrument, waits: Callable[[], bool] | None = None) -> None:
-        """
-        Leaves it, if it is the run's own, whole and finite, and there was a step since `train()` was entered.
-
-        Args:
-            instrument ([`Instrument`]):
-                Of the trainer, which does not train any more.
-            waits (`Callable[[], bool]`, *optional*):
-                Whether the training thread still waits for another rank, asked at the end. Defaults to being called
-                in that thread, after an exception has left `train()`.
-        """
+        """Leaves it, if it is the run's own, whole and finite, and there was a step since `train()` was entered."""
         with self._lock:
             if self._asked:
                 return
@@ -129,10 +111,7 @@ class LastStep:
 
 
 def _let_settle(device: torch.device) -> None:
-    """
-    Waits for what a device has been given to compute, the last update above all. What it is still busy with after a
-    while is a collective, which may have no end, and comes after all of that.
-    """
+    """Waits for what a device has been given to compute, the last update above all."""
     if device.type != "cuda":
         return
     done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]

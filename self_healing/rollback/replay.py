@@ -30,17 +30,7 @@ _REPLAYS = 3
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """
-    The result of applying steps again.
-
-    Args:
-        steps (`int`, *optional*):
-            How many; `None` if they are not in the weights.
-        apart (`float`):
-            How far their losses are from what they were, relatively, at most.
-        why (`str`):
-            What they were not kept for.
-    """
+    """The result of applying steps again."""
 
     steps: int | None
     apart: float = 0.0
@@ -63,19 +53,7 @@ class _Ended(Enum):
 
 @dataclass(slots=True)
 class _Played:
-    """
-    One attempt to apply the steps again.
-
-    Args:
-        losses (`list[float]`):
-            Of the steps that were applied again.
-        compared (`int`):
-            How many of them ought to be what they were.
-        other_at (`int`, *optional*):
-            The first that is not.
-        ended (`_Ended`), why (`str`):
-            How it went.
-    """
+    """One attempt to apply the steps again."""
 
     losses: list[float] = field(default_factory=list)
     compared: int = 0
@@ -91,32 +69,7 @@ class _Played:
 
 
 class Replay:
-    """
-    Applies the steps since a state again, until it is known whether they can be kept.
-
-    Where kernels repeat bitwise, so does every step. Where they do not, two runs of the same steps drift apart, the
-    further the more steps there are and the higher the learning rate; how far is measured by applying them a second
-    time, and a third. What lies far outside of what replays differ by is no noise: more than weights, optimizer and
-    batches makes up the steps (a callback that writes into the weights, a loss that changes).
-
-    Args:
-        window ([`Window`]):
-            The step that is judged; it is computed again in the end.
-        recordings (`Sequence[Recording]`):
-            The steps.
-        still_well (`Callable[[StepSignals], bool]`):
-            Whether a step that was applied again looks as it should.
-        go_back (`Callable[[], None]`):
-            Puts the state in place that they begin with.
-        finished (`bool`):
-            Whether the step that is judged has been applied already, and is applied again like the others.
-        loss_in_question (`bool`):
-            Whether it is for their losses that the run went back. Where it is not, a step that comes out as it was is
-            well, whatever it looks like: the run had got over it.
-        unlike_from (`int`, *optional*):
-            The first step that may have been computed with other weights than those it is computed with again: from
-            there on losses are not compared.
-    """
+    """Applies the steps since a state again, until it is known whether they can be kept."""
 
     def __init__(
         self,
@@ -234,16 +187,7 @@ class Replay:
 
 
 def first_beyond_noise(recorded: Sequence[float], replays: Sequence[Sequence[float]]) -> int | None:
-    """
-    Finds the first step where a run differs by more than noise from replays of it; `None` if there is none.
-
-    Args:
-        recorded (`Sequence[float]`):
-            Its losses. Where one of them is clearly worse than it is in the replays, the fault has struck, and what
-            follows is not compared.
-        replays (`Sequence[Sequence[float]]`):
-            Those of two replays or more; by how much they differ up to a step is the noise there.
-    """
+    """Finds the first step where a run differs by more than noise from replays of it; `None` if there is none."""
     spread = [max(losses) - min(losses) for losses in zip(*replays, strict=True)]
     for at, (was, now) in enumerate(zip(recorded, replays[-1], strict=True)):
         if _is_clearly_worse(was, now):

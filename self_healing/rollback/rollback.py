@@ -36,24 +36,7 @@ _OTHERWISE = {
 
 
 class Rollback:
-    """
-    Goes back to a trusted state of a run, and applies the steps since then again.
-
-    Its parts, each for those who need no other:
-
-    - `states` ([`TrustedStates`]): takes snapshots, and trusts them after healthy steps.
-    - `checkpoints` ([`RunCheckpoints`]): the same for what is on disk.
-    - `trials` ([`StateTrials`]): tries out states on a batch.
-    - `ring`, `batches`, `in_place`: the snapshots, the batches between them, and the state that the run is in.
-
-    Args:
-        config ([`HealingConfig`]):
-            Interval, budget, verification.
-        journal ([`Journal`]):
-            Where it is written down what is kept and what it costs.
-        remember (`Callable[[], dict]`), recall (`Callable[[dict], None]`):
-            Detectors and statistics as of a state; putting them back.
-    """
+    """Goes back to a trusted state of a run, and applies the steps since then again."""
 
     def __init__(
         self,
@@ -77,17 +60,7 @@ class Rollback:
         own_is_trusted: Callable[[], None],
         inherited: Callable[[LiveState], Snapshot | None],
     ) -> None:
-        """
-        Called before the run begins, where processes go on from memory.
-
-        Args:
-            shared ([`SharedStates`], *optional*):
-                Lets snapshots outlive this process.
-            own_is_trusted (`Callable[[], None]`):
-                Told when the state that this process has gone on from is not needed any more.
-            inherited (`Callable[[LiveState], Snapshot]`):
-                As [`TrustedStates`] takes it.
-        """
+        """Called before the run begins, where processes go on from memory."""
         self.shared, self._own_is_trusted, self._inherited = shared, own_is_trusted, inherited
         self._build_parts()
 
@@ -113,19 +86,7 @@ class Rollback:
     # ---- a run begins and ends ----
 
     def begin(self, instrument: Instrument, cold: bool, resumed_from: str | None, finite: bool = True) -> None:
-        """
-        Called whenever `train()` is entered: keeps the state the run begins with.
-
-        Args:
-            instrument ([`Instrument`]):
-                Of the trainer.
-            cold (`bool`):
-                Whether the detectors have no baseline yet.
-            resumed_from (`str`, *optional*):
-                The checkpoint the run was resumed from.
-            finite (`bool`, *optional*, defaults to `True`):
-                Whether the state the run begins with was found to be finite.
-        """
+        """Called whenever `train()` is entered: keeps the state the run begins with."""
         first = not self.in_place.attached
         self.in_place.attach(instrument)
         if first:
@@ -151,20 +112,7 @@ class Rollback:
         return bool(self.states.generations()) or self.checkpoints.newest() is not None
 
     def go_back(self, target: Target, step: int, incident: str) -> WentBack | None:
-        """
-        Puts the run into a state that is trusted; step counter, schedule and data go on.
-
-        Args:
-            target ([`Target`]):
-                Which one; the next best if there is none such.
-            step (`int`):
-                The optimizer step that is not applied.
-            incident (`str`):
-                Its id, which is written into the checkpoints that are not trusted any more.
-
-        Returns:
-            [`WentBack`], or `None` if there is no state to go back to.
-        """
+        """Puts the run into a state that is trusted; step counter, schedule and data go on."""
         self.ring.discard()
         self.states.streak = 0
         self.in_place.displaced = self.copies_in_doubt = True
@@ -224,9 +172,6 @@ class Rollback:
         """
         Leaves the run in the best state there is, after healing itself has failed: its own if it was set aside, or the
         newest trusted one where that is not known to be finite.
-
-        Returns:
-            Whether the state in place is the run's own.
         """
         in_place, own = self.in_place, self.ring.candidate
         if in_place.displaced and own is not None and in_place.try_to_put(own):
@@ -246,26 +191,7 @@ class Rollback:
         loss_in_question: bool = False,
         unlike_from: int | None = None,
     ) -> Replayed:
-        """
-        Applies the steps since the state gone back to again, bit for bit. If what was wrong does not come back,
-        nothing is lost; if it does, it is where training leads and no fault that hit the weights, and the run is in
-        the state gone back to again.
-
-        Args:
-            window ([`Window`]):
-                The step that is judged; it is computed again in the end.
-            still_well (`Callable[[StepSignals], bool]`):
-                Whether a step that was applied again looks as it should.
-            finished (`bool`, *optional*, defaults to `False`):
-                Whether the step that is judged has been applied already, and is applied again like the others.
-            loss_in_question (`bool`, *optional*, defaults to `False`):
-                Whether it is for the loss that the run went back.
-            unlike_from (`int`, *optional*):
-                The first step that may have been computed with other weights: from there on losses are not compared.
-
-        Returns:
-            [`Replayed`]: how many steps were applied again, or why they were not.
-        """
+        """Applies the steps since the state gone back to again, bit for bit."""
         snapshot = self._gone_back_to
         if snapshot is None:
             return Replayed(None, why="the state gone back to is a checkpoint, and steps are kept for those in memory")
@@ -290,13 +216,6 @@ class Rollback:
         """
         Trusts checkpoints again that [`go_back`] made suspect and that were found to be finite: the steps since then
         came out as they had, so what turned NaN was hit from outside.
-
-        Args:
-            went ([`WentBack`]):
-                What the rollback did.
-
-        Returns:
-            [`WentBack`]: without the checkpoints that are no longer suspect.
         """
         good = self.checkpoints.reinstate(went.suspects)
         return replace(went, suspects=tuple(each for each in went.suspects if each not in good))

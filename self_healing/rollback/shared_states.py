@@ -31,20 +31,7 @@ _TAKEN_ON_THE_WAY = AtTheEnd()
 
 
 class SharedStates:
-    """
-    Lets the snapshots of one rank outlive its process.
-
-    Their host memory is that of files in shared memory: nothing is copied twice. A snapshot counts from when a small
-    file about it is there, written once its copy is complete and removed before its memory is used again. So whenever
-    the process is killed, what is left are whole states.
-
-    No method raises, and none is a matter of the other ranks: where something fails, snapshots lie in memory of the
-    process alone, and a restart goes on from disk.
-
-    Args:
-        output_dir (`str`), run (`str`), rank (`int`), world_size (`int`):
-            Of the run.
-    """
+    """Lets the snapshots of one rank outlive its process."""
 
     def __init__(self, output_dir: str, run: str, rank: int, world_size: int) -> None:
         self.directory = rank_directory(output_dir, run, rank, world_size)
@@ -66,13 +53,7 @@ class SharedStates:
     # ---- host memory ----
 
     def open(self, size: Callable[[], int]) -> None:
-        """
-        Decides, when the first state is to be taken, whether there is room for all that will be held.
-
-        Args:
-            size (`Callable[[], int]`):
-                Gives the bytes of one state.
-        """
+        """Decides, when the first state is to be taken, whether there is room for all that will be held."""
         if self._open is not None:
             return
         needed, free = _STATES * size() * self._local_ranks, free_shared_memory()
@@ -120,19 +101,7 @@ class SharedStates:
         record: Callable[[], ResumeRecord],
         left: AtTheEnd = _TAKEN_ON_THE_WAY,
     ) -> None:
-        """
-        Writes down what belongs to a snapshot, whose copy may still be under way.
-
-        Args:
-            snapshot ([`Snapshot`]):
-                Of now.
-            live ([`LiveState`]):
-                What it was taken of.
-            record (`Callable[[], ResumeRecord]`):
-                Gives what belongs to it beside tensors.
-            left ([`AtTheEnd`], *optional*):
-                What the other ranks have to know of the state of a process that ends.
-        """
+        """Writes down what belongs to a snapshot, whose copy may still be under way."""
         self._pending, began = None, time.perf_counter()
         if not self._open:
             return

@@ -48,18 +48,7 @@ class StateUnusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AtTheEnd:
-    """
-    What the other ranks have to know of the state that a process leaves when it ends.
-
-    Args:
-        owed (`str`, *optional*, defaults to `""`):
-            What its process still owed the step, in which other ranks take part.
-        weights (`str`, *optional*, defaults to `""`):
-            By which those of ranks that keep the same are compared; empty where they keep different ones.
-        finished_alone (`bool`, *optional*, defaults to `False`):
-            Whether this rank has applied the step by itself, after an exception: it counts if the weights are those
-            of the other ranks.
-    """
+    """What the other ranks have to know of the state that a process leaves when it ends."""
 
     owed: str = ""
     weights: str = ""
@@ -68,27 +57,7 @@ class AtTheEnd:
 
 @dataclass(frozen=True, slots=True)
 class StateFacts:
-    """
-    The first line of the file: whose state it is.
-
-    Args:
-        run (`str`), rank (`int`), world_size (`int`), boot (`str`):
-            The run, the process, how many train together, and the machine since it was started.
-        step (`int`):
-            Optimizer steps finished.
-        owed (`str`, *optional*), weights (`str`, *optional*), finished_alone (`bool`, *optional*):
-            As of [`AtTheEnd`].
-        running_loss (`float`, *optional*, defaults to 0.0):
-            Sum of the loss since the last log.
-        frozen (`int`, *optional*, defaults to 0):
-            Made of the weights that are not trained, and not in it.
-        blocks (`dict[str, int]`, *optional*):
-            The sizes of the files its tensors lie in, in bytes.
-        checksum (`int`, *optional*, defaults to 0), length (`int`, *optional*, defaults to 0):
-            CRC-32 and bytes of what follows.
-        version (`int`, *optional*):
-            Of this format.
-    """
+    """The first line of the file: whose state it is."""
 
     run: str
     rank: int
@@ -117,12 +86,7 @@ class StateToStore:
     frozen: torch.Tensor
 
     def write(self, path: Path) -> None:
-        """
-        Writes the file, whole or not at all. The copy into its blocks has to be complete.
-
-        Raises:
-            OSError: If it cannot be written.
-        """
+        """Writes the file, whole or not at all."""
         facts = replace(
             self.facts,
             running_loss=float(self.running_loss),
@@ -142,13 +106,7 @@ class StateToStore:
 
 
 class StateWriter:
-    """
-    Makes files of snapshots.
-
-    Args:
-        facts ([`StateFacts`]):
-            What holds for all of them.
-    """
+    """Makes files of snapshots."""
 
     def __init__(self, facts: StateFacts) -> None:
         self._facts = facts
@@ -157,22 +115,7 @@ class StateWriter:
         self._pickled: list[bytes] = []
 
     def prepare(self, snapshot: Snapshot, live: LiveState, record: ResumeRecord, left: AtTheEnd) -> StateToStore:
-        """
-        Writes down what belongs to a state as of now, while its tensors may still be being copied.
-
-        Args:
-            snapshot ([`Snapshot`]):
-                Its tensors, in blocks that have files.
-            live ([`LiveState`]):
-                What it was taken of.
-            record ([`ResumeRecord`]):
-                What belongs to it beside them.
-            left ([`AtTheEnd`]):
-                What the other ranks have to know of it.
-
-        Raises:
-            NotStorable: If there is a part that no other process can go on from.
-        """
+        """Writes down what belongs to a state as of now, while its tensors may still be being copied."""
         blocks = {id(place.tensor): place for place in snapshot.pool.values()}
         described = io.BytesIO()
         pickler = _Pickler(described, blocks)
@@ -257,23 +200,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class StoredState:
-    """
-    A state in shared memory, opened.
-
-    Args:
-        path (`Path`), facts ([`StateFacts`]):
-            The file about it, and whose it is.
-        record ([`ResumeRecord`]):
-            What belongs to it beside tensors.
-        snapshot ([`Snapshot`]):
-            Its tensors, where they lie.
-        orders (`list[int]`):
-            The places of the parameters that its optimizer states are of, among those of the optimizer.
-        layouts (`list[Layout]`):
-            Of the optimizer's parameters, in their order.
-        kind (`str`):
-            The stage of ZeRO that has split them, and its precision, if it has.
-    """
+    """A state in shared memory, opened."""
 
     def __init__(
         self,
@@ -297,16 +224,7 @@ class StoredState:
         return sum(self.facts.blocks.values())
 
     def check(self, live: LiveState) -> None:
-        """
-        Looks whether its tensors fit the live ones.
-
-        Args:
-            live ([`LiveState`]):
-                Of a trainer that was built as the one it was taken from.
-
-        Raises:
-            StateUnusable: If they do not.
-        """
+        """Looks whether its tensors fit the live ones."""
         parameters, snapshot, kind = live.updated, self._snapshot, _kind_of(live)
         if kind != self._kind:
             raise StateUnusable(f"it is of a run under {self._kind}, and this one is under {kind}")
@@ -338,11 +256,7 @@ class StoredState:
         self._put_into = live.optimizer
 
     def snapshot_in(self, live: LiveState) -> Snapshot | None:
-        """
-        Gives it as a snapshot of live tensors, if they are those it was put into.
-
-        It lacks what scales the loss, which is put back in another way.
-        """
+        """Gives it as a snapshot of live tensors, if they are those it was put into."""
         there = live.optimizer is not None and live.optimizer is self._put_into
         there &= not (live.scaler or live.loss_scaler)
         return self._snapshot if there else None
@@ -374,19 +288,7 @@ def read_facts(path: Path) -> StateFacts | None:
 
 
 def open_state(path: Path, device: torch.device) -> StoredState:
-    """
-    Opens a state that an earlier process of the run has left. Its files may be removed then: the memory is there until
-    it is let go of.
-
-    Args:
-        path (`Path`):
-            The file, in a directory that only this user can write to.
-        device (`torch.device`):
-            Where the run trains.
-
-    Raises:
-        StateUnusable: If it is not what was written.
-    """
+    """Opens a state that an earlier process of the run has left."""
     facts = read_facts(path)
     if facts is None:
         raise StateUnusable(f"{path} is not whole")
@@ -433,10 +335,7 @@ def _kind_of(live: LiveState) -> str:
 
 
 def _layouts_of(live: LiveState) -> list[Layout]:
-    """
-    Lists which parts of its parameters an optimizer has on this rank. Parts of the same size are other ones where the
-    ranks are arranged in another way.
-    """
+    """Lists which parts of its parameters an optimizer has on this rank."""
     if live.partitioning is not None:
         everybody = list(range(consensus.world_size()))
         parts = zip(live.partitioning.masters, live.partitioning.parts, strict=True)

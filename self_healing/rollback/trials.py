@@ -12,17 +12,7 @@ from .trusted import TrustedStates
 
 
 class StateTrials:
-    """
-    Tries out states of a run: is an earlier one better at this batch, is it the data that have become harder?
-
-    Args:
-        ring ([`SnapshotRing`]), batches ([`KeptBatches`]):
-            The snapshots, and the batches to compare with.
-        in_place ([`StateInPlace`]):
-            The state that the run is in.
-        states ([`TrustedStates`]):
-            The states that can be tried.
-    """
+    """Tries out states of a run: is an earlier one better at this batch, is it the data that have become harder?"""
 
     def __init__(
         self, ring: SnapshotRing, batches: KeptBatches, in_place: StateInPlace, states: TrustedStates
@@ -36,19 +26,7 @@ class StateTrials:
         return self.states.set_aside(step)
 
     def begin_with_checkpoints(self, step: int, unmoved: bool) -> bool:
-        """
-        Sets the run's own state aside as [`begin`] does, for an experiment with checkpoints. Where no state is kept in
-        memory, the checkpoint resumed from is put back in the end.
-
-        Args:
-            step (`int`):
-                Optimizer steps finished.
-            unmoved (`bool`):
-                Whether nothing was trained since the resume, so that this checkpoint is the run's own state.
-
-        Returns:
-            `bool`: Whether the run's own state can be put back.
-        """
+        """Sets the run's own state aside as [`begin`] does, for an experiment with checkpoints."""
         return self.begin(step) or unmoved
 
     def try_snapshot(self, snapshot: Snapshot) -> Control | None:

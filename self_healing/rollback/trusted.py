@@ -35,32 +35,7 @@ SET_ASIDE = "there is no memory to set the state aside"
 
 
 class TrustedStates:
-    """
-    Takes snapshots of a run, and trusts those that have stood the test.
-
-    A state is trusted once `snapshot_verify_steps` healthy steps have come after it and it was found to be finite; of
-    the states in memory that is a candidate until then, on disk a checkpoint that is marked unverified.
-
-    Args:
-        config ([`HealingConfig`]):
-            Interval, budget, verification.
-        journal ([`Journal`]):
-            Where it is written down what is kept and what it costs.
-        ring ([`SnapshotRing`]), batches ([`KeptBatches`]):
-            The snapshots, and the batches of the steps between them.
-        in_place ([`StateInPlace`]):
-            The state that the run is in.
-        checkpoints ([`RunCheckpoints`]):
-            Become verified by the same healthy steps.
-        remember (`Callable[[], dict]`):
-            Returns detectors and statistics as of now, to be kept with a snapshot.
-        shared ([`SharedStates`], *optional*):
-            Lets snapshots outlive the process.
-        own_is_trusted (`Callable[[], None]`, *optional*):
-            Told when there is a trusted state, or none will be kept: one of an earlier process is not needed any more.
-        inherited (`Callable[[LiveState], Snapshot]`, *optional*):
-            Gives the state of an earlier process that live tensors were just filled from, if they were.
-    """
+    """Takes snapshots of a run, and trusts those that have stood the test."""
 
     def __init__(
         self,
@@ -93,15 +68,7 @@ class TrustedStates:
     # ---- a run begins and ends ----
 
     def begin(self, first: bool, cold: bool) -> None:
-        """
-        Called whenever `train()` is entered: keeps the state it begins with, unless what is kept still holds.
-
-        Args:
-            first (`bool`):
-                Whether the run begins with this.
-            cold (`bool`):
-                Whether the detectors have no baseline yet.
-        """
+        """Called whenever `train()` is entered: keeps the state it begins with, unless what is kept still holds."""
         self.interval.entry_begins()
         self._batches.newest_healthy = None
         self.streak = 0
@@ -155,18 +122,7 @@ class TrustedStates:
     # ---- steps ----
 
     def step_begins(self, step: int, calm: bool) -> bool:
-        """
-        Called between two steps.
-
-        Args:
-            step (`int`):
-                Optimizer steps finished.
-            calm (`bool`):
-                Whether nothing is wrong with the loss.
-
-        Returns:
-            `bool`: whether a snapshot is due, on all ranks.
-        """
+        """Called between two steps."""
         if self._shared is not None:
             # By now all copies that the last step began with are complete, or training waits for them.
             self._shared.store()
@@ -193,18 +149,7 @@ class TrustedStates:
             shared.prepare(candidate, self._in_place.live, record)
 
     def keep_batch(self, window: Window, loss: float) -> Control | None:
-        """
-        Keeps the batch of a step that is about to be applied.
-
-        Args:
-            window ([`Window`]):
-                The step.
-            loss (`float`):
-                Its loss.
-
-        Returns:
-            [`Control`], or `None` if it is not kept.
-        """
+        """Keeps the batch of a step that is about to be applied."""
         # Whatever was put in place while it was judged: the run goes on from there.
         self._in_place.displaced = False
         # What comes now, if only that a step is left out, may change what is still being copied.
@@ -221,22 +166,7 @@ class TrustedStates:
     def step_taken(
         self, step: int, healthy: bool, control: Control | None, vouched: Callable[[int], bool] = lambda _: True
     ) -> bool:
-        """
-        Takes in a step that is about to be applied.
-
-        Args:
-            step (`int`):
-                Optimizer steps finished before it.
-            healthy (`bool`):
-                Whether nothing was wrong with it, nor with the loss lately.
-            control ([`Control`], *optional*):
-                What was kept of it.
-            vouched (`Callable[[int], bool]`, *optional*):
-                Whether the weights were compared with those of other ranks after a step; the same on all ranks.
-
-        Returns:
-            `bool`: whether the candidate has stood the test, on all ranks, and is to be trusted now.
-        """
+        """Takes in a step that is about to be applied."""
         self.streak = self.streak + 1 if healthy else 0
         if not healthy:
             return False
@@ -344,16 +274,7 @@ class TrustedStates:
     # ---- trusting them ----
 
     def promote(self, step: int) -> list[str]:
-        """
-        Trusts the candidate, if it is whole and finite on all ranks. All of them have to come.
-
-        Args:
-            step (`int`):
-                Optimizer steps finished.
-
-        Returns:
-            `list[str]`: the tensors of a state that was not finite, though no loss has shown it.
-        """
+        """Trusts the candidate, if it is whole and finite on all ranks."""
         candidate = self._ring.candidate
         if candidate is None:
             raise RuntimeError("there is no snapshot to be trusted")

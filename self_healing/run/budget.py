@@ -11,10 +11,6 @@ from ..config import HealingConfig
 class RecoveryBudget:
     """
     Counts how often a run was brought back, in memory or by entering `train()` again, since it last made progress.
-
-    Args:
-        config ([`HealingConfig`]):
-            `max_recovery_attempts` and `budget_refund_steps`.
     """
 
     def __init__(self, config: HealingConfig) -> None:

@@ -12,19 +12,7 @@ from ..journal.incident import Incident
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """
-    An exception that left `train()`, with the incident it belongs to and what cures it.
-
-    Args:
-        incident ([`Incident`]):
-            Open until the run is over the exception.
-        remedy ([`Action`]):
-            What is done before `train()` is entered again; `STOP` if it is not.
-        wait (`bool`, *optional*, defaults to `False`):
-            Whether to wait before.
-        batch ([`BatchPlan`], *optional*):
-            For `REDUCE_BATCH_SIZE`: the sizes to go on with.
-    """
+    """An exception that left `train()`, with the incident it belongs to and what cures it."""
 
     incident: Incident
     remedy: Action

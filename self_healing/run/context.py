@@ -26,25 +26,7 @@ from .outcomes import Outcomes
 
 @dataclass(slots=True)
 class Attachment:
-    """
-    The trainer that is healed, for the time of one `train()` call.
-
-    Args:
-        instrument ([`Instrument`], *optional*):
-            Attached to it; `None` before the first call, and between two.
-        healers ([`Healers`], *optional*):
-            What heals it.
-        trainer ([`~transformers.Trainer`], *optional*):
-            The trainer itself, from the first of its `train()` calls on, or from where the wrapper's begins.
-        broken (`bool`, *optional*, defaults to `False`):
-            Whether code of ours has failed: training goes on without it.
-        device_lost (`bool`, *optional*, defaults to `False`):
-            Whether what lies on the device is neither touched nor freed any more.
-        terminal ([`Terminal`], *optional*):
-            Speaks for the time of this call; `None` where one does that for several of them.
-        verdict (`str`), doubtful (`bool`):
-            On the weights, once the run has ended; whether they are to be looked at first.
-    """
+    """The trainer that is healed, for the time of one `train()` call."""
 
     instrument: Instrument | None = None
     healers: Healers = field(default_factory=lambda: Healers(()))
@@ -58,51 +40,14 @@ class Attachment:
 
 @dataclass(slots=True)
 class StopRequest:
-    """
-    A run that has to end, before its next step is applied.
-
-    Args:
-        incident ([`Incident`], *optional*):
-            Why; `None` for a run that goes on.
-    """
+    """A run that has to end, before its next step is applied."""
 
     incident: Incident | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """
-    One run, however often `train()` is entered. Families call it `run`; above them, `run` is the whole [`Run`] and
-    this its `context`.
-
-    Args:
-        config ([`HealingConfig`]):
-            The configuration in force.
-        directory (`Path`):
-            Where journal, quarantine and postmortem go.
-        run_id (`str`):
-            Names the run, in each of its processes.
-        started_at (`float`):
-            When this process began its part in it, in seconds since the epoch.
-        may_enter_again (`bool`):
-            Whether an exception may leave `train()` to be healed outside, where it is entered again.
-        journal ([`Journal`]), outcomes ([`Outcomes`]), remedies ([`Remedies`]):
-            Where incidents are written down, what becomes of them, and how they are healed.
-        checksums ([`ChecksumQueue`]):
-            Those of checkpoints that are still to be computed.
-        budget ([`RecoveryBudget`]):
-            How often the run may be brought back.
-        heartbeat ([`Heartbeat`]):
-            Signs of life of the training thread.
-        ranks ([`OtherRanks`]):
-            What the ranks of the job tell each other beside its collectives.
-        news ([`News`]):
-            What they learn one by one and all have to know, told in the votes of a step.
-        sleep (`Callable[[float], None]`):
-            How waiting is done, in seconds.
-        leave_asked (`Callable[[], int]`):
-            What this process says in the vote of a step of a signal by which it was asked to leave; 0 if it was not.
-    """
+    """One run, however often `train()` is entered."""
 
     config: HealingConfig
     directory: Path
@@ -130,12 +75,7 @@ class RunContext:
 
     @property
     def instrument(self) -> Instrument:
-        """
-        The instrument of the trainer that is attached.
-
-        Raises:
-            RuntimeError: If there is none.
-        """
+        """The instrument of the trainer that is attached."""
         if self.attachment.instrument is None:
             raise RuntimeError("the callback is not attached to a running trainer")
         return self.attachment.instrument
@@ -143,21 +83,9 @@ class RunContext:
     def incident(
         self, step: int, symptom: str, evidence: Mapping[str, Any], severity: Severity | None = None
     ) -> OpenIncident:
-        """
-        Opens an incident, for the `with` block that deals with it.
-
-        Args:
-            step (`int`), symptom (`str`), evidence (`Mapping[str, Any]`), severity (`str`, *optional*):
-                As of [`Incident`].
-        """
+        """Opens an incident, for the `with` block that deals with it."""
         return self.dealing_with(self.journal.open(step, symptom, evidence, severity))
 
     def dealing_with(self, incident: Incident) -> OpenIncident:
-        """
-        Goes on with an incident that was opened before.
-
-        Args:
-            incident ([`Incident`]):
-                It is open.
-        """
+        """Goes on with an incident that was opened before."""
         return OpenIncident(self.journal, self.outcomes, incident)

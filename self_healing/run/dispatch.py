@@ -104,27 +104,14 @@ CarryOut = Callable[[HealingContext, TrainingArguments], dict[str, Any]]
 
 
 class Remedies:
-    """
-    Carries out actions. Each family of failures offers those it knows how to do.
-
-    Args:
-        journal ([`Journal`]):
-            Where each action is written down, with what came of it.
-    """
+    """Carries out actions."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._carry_out: dict[Action, CarryOut] = {}
 
     def offer(self, remedies: Mapping[Action, CarryOut]) -> None:
-        """
-        Adds actions that can be carried out.
-
-        Args:
-            remedies (`Mapping[Action, Callable]`):
-                What does each. It is given context and training arguments, and gives what it did, for the journal:
-                with `happened=False` where it came to nothing, `skipped=True` where it turned into a skipped step.
-        """
+        """Adds actions that can be carried out."""
         self._carry_out.update(remedies)
 
     @property
@@ -138,24 +125,7 @@ class Remedies:
         context: HealingContext,
         training_args: TrainingArguments,
     ) -> dict[str, Any]:
-        """
-        Carries out actions in order and journals each.
-
-        Args:
-            actions (`Iterable[Action | str]` or `str`):
-                What to do.
-            context ([`HealingContext`]):
-                Where to do it.
-            training_args (`TrainingArguments`):
-                The arguments of the run.
-
-        Returns:
-            `dict`: what the actions gave, merged.
-
-        Raises:
-            UnrecoverableTrainingError: For `STOP`.
-            ValueError: For an action that is not known.
-        """
+        """Carries out actions in order and journals each."""
         results: dict[str, Any] = {}
         actions = [actions] if isinstance(actions, str) else actions
         for action in [_known(action) for action in actions]:

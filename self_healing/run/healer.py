@@ -10,21 +10,10 @@ from .claims import Claim
 
 
 class Healer(Hooks):
-    """
-    Heals one kind of failure, or does one thing that all need, in one `train()` call or several.
-
-    Its events are those of the instrument ([`Hooks`]), in the order in which a step meets them, and the ones below,
-    around them. Here all of them do nothing: a healer has the methods of what it takes part in.
-    """
+    """Heals one kind of failure, or does one thing that all need, in one `train()` call or several."""
 
     def attach(self, first: bool) -> None:
-        """
-        Called with the instrument attached, before the first step: wraps what it has to, until it is detached.
-
-        Args:
-            first (`bool`):
-                Whether `train()` is entered for the first time in this process.
-        """
+        """Called with the instrument attached, before the first step: wraps what it has to, until it is detached."""
 
     def read_logs(self, step: int, logs: Mapping[str, Any]) -> None:
         """Called with what the trainer has logged, by optimizer steps finished."""
@@ -44,29 +33,12 @@ class Healer(Hooks):
         return False
 
     def claim(self, error: BaseException) -> Claim | None:
-        """
-        Gives, once, the claim on the exception that left `train()`.
-
-        Args:
-            error (`BaseException`):
-                The exception; the user's code may have raised it in place of the one the incident began with.
-
-        Returns:
-            [`Claim`]: `None` if no incident waits for it.
-        """
+        """Gives, once, the claim on the exception that left `train()`."""
         return None
 
 
 class Healers(Hooks):
-    """
-    Passes each event of an instrument to the healers of a `train()` call, in their order.
-
-    Where they are asked, they are asked in this order, too, and the first one that has an answer gives it.
-
-    Args:
-        healers (`Sequence[Healer]`):
-            The healers.
-    """
+    """Passes each event of an instrument to the healers of a `train()` call, in their order."""
 
     def __init__(self, healers: Sequence[Healer]) -> None:
         # Some events come several times a step, and most healers take part in few of them.
@@ -107,11 +79,7 @@ class Healers(Hooks):
         return any(each.has_claim for each in self._with["has_claim"])
 
     def claims(self, error: BaseException) -> list[Claim]:
-        """
-        Asks whose the exception is that left `train()`; the first claim heals it.
-
-        All are asked, so that no claim is left for a later exception.
-        """
+        """Asks whose the exception is that left `train()`; the first claim heals it."""
         return [claim for each in self._with["claim"] if (claim := each.claim(error)) is not None]
 
     # ---- the events of the instrument ----

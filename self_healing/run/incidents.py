@@ -22,21 +22,6 @@ _ENDS_THE_PROCESS = frozenset({FailureType.PREEMPTED, FailureType.INTERRUPTED, F
 class OpenIncident:
     """
     One incident while it is dealt with: its clock runs, and no way out of a `with` block leaves it without an outcome.
-
-    - The end of the block tells everybody about it. What was not closed inside waits for the healthy steps that
-      follow it.
-    - An exception closes it as unresolved, whether training code or code of this library has raised it, unless it is
-      closed already (`STOP` closes it as fatal), waits somewhere, or is carried on by the exception
-      ([`DamagedCheckpointError`]). Where the process ends (it is interrupted, asked to leave, or has lost its device),
-      it stays open for the next one.
-
-    Args:
-        journal ([`Journal`]):
-            Where it is written down.
-        outcomes ([`Outcomes`]):
-            Where it waits for its outcome.
-        incident ([`Incident`]):
-            The incident.
     """
 
     __slots__ = ("_journal", "_outcomes", "_since", "_told", "_waits", "incident")
@@ -49,27 +34,11 @@ class OpenIncident:
         self._waits = self._told = False
 
     def diagnosed(self, failure: FailureType, cause: str, evidence: Mapping[str, Any] | None = None) -> None:
-        """
-        Records what it is.
-
-        Args:
-            failure ([`FailureType`]), cause (`str`):
-                What the experiments showed.
-            evidence (`Mapping[str, Any]`, *optional*):
-                What they gave.
-        """
+        """Records what it is."""
         self._journal.diagnosed(self.incident, failure, cause, {} if evidence is None else evidence)
 
     def acted(self, action: Action, **result: Any) -> None:
-        """
-        Records one action.
-
-        Args:
-            action ([`Action`]):
-                What was done.
-            result:
-                What came of it; `happened=False` if nothing did.
-        """
+        """Records one action."""
         self._journal.acted(self.incident, action.value, **result)
 
     def stop_clock(self) -> None:
@@ -78,15 +47,7 @@ class OpenIncident:
         self._since = None
 
     def close(self, outcome: str, **evidence: Any) -> None:
-        """
-        Tells of it, and closes it.
-
-        Args:
-            outcome (`str`):
-                One of those of [`Incident`].
-            evidence:
-                For the journal.
-        """
+        """Tells of it, and closes it."""
         self._take_time()
         self._tell()
         self._journal.closed(self.incident, outcome, **evidence)

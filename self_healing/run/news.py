@@ -22,9 +22,6 @@ class News:
     """
     Tells all ranks what one of them has learned: rows and samples that are not to be used, sizes that do not fit,
     incidents of its own.
-
-    Whether a rank has any travels with the numbers of each step, so a step without takes nothing more. All ranks take
-    it in at the same place of the same step, before they load what comes after it.
     """
 
     def __init__(self) -> None:

@@ -15,17 +15,7 @@ from ..journal.journal import Journal
 
 @dataclass(slots=True)
 class _Awaited:
-    """
-    An incident whose outcome is not known yet.
-
-    Args:
-        incident ([`Incident`]):
-            The incident.
-        trend (`tuple[float, float]`, *optional*):
-            Median and scale of the loss before it.
-        after (`list[float]`):
-            Losses of the healthy steps since.
-    """
+    """An incident whose outcome is not known yet."""
 
     incident: Incident
     trend: tuple[float, float] | None
@@ -38,19 +28,7 @@ class _Awaited:
 
 
 class Outcomes:
-    """
-    Waits for what becomes of incidents that were dealt with, and closes them in the journal.
-
-    Args:
-        journal ([`Journal`]):
-            Where outcomes are written.
-        steps (`int`):
-            Healthy steps after which an incident is judged.
-        trend (`Callable[[], tuple[float, float] | None]`):
-            Median and scale of the recent losses; `None` before there are enough.
-        early_limit (`Callable[[], float]`):
-            The loss that is no worse than those the run began with, for incidents before there is a trend.
-    """
+    """Waits for what becomes of incidents that were dealt with, and closes them in the journal."""
 
     def __init__(
         self,
@@ -83,13 +61,7 @@ class Outcomes:
         self._note_rollback(incident)
 
     def take_in(self, loss: float, step: int) -> None:
-        """
-        Takes in a healthy step, and closes the incidents that enough of them have followed.
-
-        Args:
-            loss (`float`), step (`int`):
-                Of the step.
-        """
+        """Takes in a healthy step, and closes the incidents that enough of them have followed."""
         for awaited in list(self._awaited):
             if step < awaited.incident.step and (awaited.incident.steps_repeated or may_be_repeated(awaited.incident)):
                 continue
@@ -118,14 +90,7 @@ class Outcomes:
         self._went_back_for.clear()
 
     def close(self, unfollowed: str | None = None) -> None:
-        """
-        Judges what is still open by the steps there were, at the end of the run or of this process's part in it.
-
-        Args:
-            unfollowed (`str`, *optional*):
-                The outcome of what ended an earlier process, where the run has not come beyond it. Left open by
-                default, for the next process to judge.
-        """
+        """Judges what is still open by the steps there were, at the end of the run or of this process's part in it."""
         for awaited in self._awaited:
             incident, goes_on = awaited.incident, may_be_repeated(awaited.incident)
             again = unfollowed is None and sum(_came_back(incident, each.incident) for each in self._awaited) > 1

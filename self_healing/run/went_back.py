@@ -18,23 +18,7 @@ class Target(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WentBack:
-    """
-    The result of a rollback.
-
-    Args:
-        step (`int`):
-            Optimizer steps finished in the state the run is in now.
-        target ([`Target`]):
-            Which state that is.
-        steps_lost (`int`):
-            Optimizer steps whose effect on the weights is gone.
-        trained (`int`):
-            Steps that are in the weights of that state.
-        checkpoint (`str`, *optional*):
-            Where it came from, if not from memory.
-        suspects (`tuple[int, ...]`):
-            Steps of the checkpoints that are not to be resumed from any more.
-    """
+    """The result of a rollback."""
 
     step: int
     target: Target

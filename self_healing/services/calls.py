@@ -26,10 +26,6 @@ logger = logging.getLogger("self_healing")
 class ServiceCalls(Healer):
     """
     Calls of services that training needs: made again where that may help, with one incident for each call that failed.
-
-    Args:
-        run ([`RunContext`]):
-            The run; its configuration has the settings that begin with `retry_`.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -53,17 +49,7 @@ class ServiceCalls(Healer):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """
-        Calls a function, again if need be.
-
-        Args:
-            service (`str`):
-                What it is, for a person.
-            rewind (`Callable[[], None]`):
-                Takes back what a failed attempt left behind, before the next one.
-            function (`Callable`):
-                What to call, with the further arguments.
-        """
+        """Calls a function, again if need be."""
         failures = _Failures(service, rewind)
         try:
             result = self._policy(service).call(

@@ -34,18 +34,7 @@ class _Service:
 
 
 class Reporting:
-    """
-    Calls of trackers and of the Hub, on which nothing depends.
-
-    The first failure of each is an incident; later ones are counted. While one fails it is tried with every call and
-    not waited for, and if it takes long to fail, only every five minutes.
-
-    Args:
-        run ([`RunContext`]):
-            The run.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
-            Seconds.
-    """
+    """Calls of trackers and of the Hub, on which nothing depends."""
 
     def __init__(self, run: RunContext, clock: Callable[[], float] = time.monotonic) -> None:
         self._run = run
@@ -69,22 +58,7 @@ class Reporting:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """
-        Calls a function; what it raises is reported.
-
-        Args:
-            service (`str`):
-                Whose function it is.
-            step (`int`):
-                Optimizer steps finished.
-            rewind (`Callable[[], None]`):
-                Takes back what a failed call did to the run.
-            function (`Callable`):
-                What to call, with the further arguments.
-
-        Returns:
-            What it gives, or `None` if it failed or was not called.
-        """
+        """Calls a function; what it raises is reported."""
         known = self._services.setdefault(service, _Service())
         began = self._clock()
         if began < known.silent_until:
@@ -116,17 +90,7 @@ class Reporting:
         return result
 
     def failed(self, service: str, step: int, error: BaseException, retried: int = 0) -> None:
-        """
-        Takes in a failure.
-
-        Args:
-            service (`str`), step (`int`):
-                Of what, and when.
-            error (`BaseException`):
-                What it raised.
-            retried (`int`, *optional*, defaults to 0):
-                How often it was called again.
-        """
+        """Takes in a failure."""
         known = self._services.setdefault(service, _Service())
         known.failing = True
         known.missed += 1
@@ -144,13 +108,7 @@ class Reporting:
             opened.close("reported")
 
     def sum_up(self, step: int) -> None:
-        """
-        At the end of a run: says what never came back.
-
-        Args:
-            step (`int`):
-                Optimizer steps finished.
-        """
+        """At the end of a run: says what never came back."""
         for service, known in self._services.items():
             if known.failing:
                 self._run.journal.event("noticed", step, symptom="not_told", service=service, missed=known.missed)

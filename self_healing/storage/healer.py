@@ -19,15 +19,7 @@ logger = logging.getLogger("self_healing")
 
 
 class SaveHealer(Healer):
-    """
-    The checkpoints of one run that could not be written, in one incident until the next one can.
-
-    Args:
-        run ([`RunContext`]):
-            The run; its configuration says whether room may be made.
-        give_way (`Callable[[], list[str]]`):
-            Removes the checkpoints that are kept beside those of the Trainer; the names of those that were.
-    """
+    """The checkpoints of one run that could not be written, in one incident until the next one can."""
 
     def __init__(self, run: RunContext, give_way: Callable[[], list[str]]) -> None:
         self._run = run
@@ -44,22 +36,7 @@ class SaveHealer(Healer):
             instrument.saves.writer = CheckpointSaving(instrument.trainer, self, instrument.failsafe.contained)
 
     def failed(self, error: Exception, checkpoint: Path, step: int, best: str | None, untouched: bool = False) -> bool:
-        """
-        Deals with a checkpoint that could not be written.
-
-        Args:
-            error (`Exception`):
-                Why.
-            checkpoint (`Path`), step (`int`):
-                Where it was to be, and when.
-            best (`str`, *optional*):
-                The best checkpoint so far.
-            untouched (`bool`, *optional*, defaults to `False`):
-                Whether there was one already, of an earlier run or an earlier save, and nothing was written to it.
-
-        Returns:
-            Whether to write it once more, because there is more room now.
-        """
+        """Deals with a checkpoint that could not be written."""
         full = disk_full(error, checkpoint)
         told = full or error
         journal, incident = self._run.journal, self._opened(told, checkpoint, step)
@@ -92,12 +69,6 @@ class SaveHealer(Healer):
     def failed_together(self, error: Exception, checkpoint: Path, step: int, again: bool) -> None:
         """
         Takes in that a checkpoint of several processes could not be written, where another one has dealt with it.
-
-        Args:
-            error (`Exception`), checkpoint (`Path`), step (`int`):
-                As for [`failed`].
-            again (`bool`):
-                Whether it is written once more.
         """
         incident = self._opened(error, checkpoint, step)
         if self._run.instrument.trainer.args.should_save:
@@ -165,13 +136,7 @@ class SaveHealer(Healer):
         return why is None
 
     def not_rotated(self, error: Exception, checkpoint: Path, step: int) -> None:
-        """
-        Takes in that a checkpoint was written, and an older one could not be removed.
-
-        Args:
-            error (`Exception`), checkpoint (`Path`), step (`int`):
-                Why, and after which.
-        """
+        """Takes in that a checkpoint was written, and an older one could not be removed."""
         logger.warning(
             "Step %d: %s is written, but an older checkpoint could not be removed (%s: %s); save_total_limit is "
             "exceeded until one can be.",
@@ -189,13 +154,7 @@ class SaveHealer(Healer):
             self.saved(checkpoint, step)
 
     def saved(self, checkpoint: Path, step: int) -> None:
-        """
-        Takes in that a checkpoint was written.
-
-        Args:
-            checkpoint (`Path`), step (`int`):
-                Which one, and when.
-        """
+        """Takes in that a checkpoint was written."""
         incident = self._incident
         if incident is None:
             return
@@ -212,13 +171,7 @@ class SaveHealer(Healer):
         self._incident, self._missing = None, []
 
     def run_ends(self, step: int) -> None:
-        """
-        At the end of the run: says what there is no checkpoint of.
-
-        Args:
-            step (`int`):
-                Optimizer steps finished.
-        """
+        """At the end of the run: says what there is no checkpoint of."""
         incident = self._incident
         if incident is None:
             return

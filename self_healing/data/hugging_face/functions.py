@@ -17,17 +17,7 @@ from .nodes import KeptNode
 
 
 class _Feed:
-    """
-    Feeds examples to a function. It outlives the iterators that ask for them, and takes examples back.
-
-    Args:
-        ex_iterable (`Any`):
-            Where they come from.
-        known (`Callable[[Any], bool]`):
-            Whether one, by its key, is left out.
-        on_success (`Callable[[], None]`):
-            Called once the function has been applied to what it was given.
-    """
+    """Feeds examples to a function."""
 
     def __init__(self, ex_iterable: Any, known: Callable[[Any], bool], on_success: Callable[[], None]) -> None:
         self._wrapped = ex_iterable

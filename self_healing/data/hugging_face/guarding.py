@@ -42,10 +42,6 @@ _KEEPS_COLUMNS = (
 class Tracked:
     """
     Copy of a stream that only the loader sees: its samples have names, its functions leave out what they cannot map.
-
-    Args:
-        guard ([`Guard`]):
-            Shared by the guards of the loader.
     """
 
     def __init__(self, guard: Guard) -> None:
@@ -60,12 +56,6 @@ class Tracked:
 def guarded(dataset: Any, guard: Guard) -> Tracked | None:
     """
     Guards the functions and sources of a stream; `None` if it is none of Hugging Face's, or one whose rows are tables.
-
-    Args:
-        dataset (`Any`):
-            The stream.
-        guard ([`Guard`]):
-            Shared by the guards of the loader.
     """
     if type(dataset) is not IterableDataset or guard.names_only:
         return None

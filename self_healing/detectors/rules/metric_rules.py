@@ -16,32 +16,7 @@ _UNREAD_NAMES = 4096
 
 
 class MetricRules:
-    """
-    Judges what a trainer logs by a table of rules.
-
-    A rule reports once when its red flag has been up for its number of optimizer steps and in its number of logs, and
-    then stays silent. After the flag has been down for as long, it is armed again. A metric that is absent, is no
-    number or is not finite was not observed; a rule is judged on logs that hold the metric it watches.
-
-    Args:
-        rules (`Iterable[MetricRule]`):
-            The rules, from [`rules_for`].
-        limits (`Mapping[str, float]`, *optional*):
-            Arguments of the trainer that bounds refer to (`of = "args.max_completion_length"`).
-
-    Example, in a training loop of one's own:
-
-    ```python
-    >>> from self_healing.detectors.rules import MetricRules, load_rules, rules_for
-
-    >>> rules = MetricRules(rules_for(load_rules(), "grpo"))
-    >>> for step in range(1, 31):
-    ...     for symptom in rules.observe(step, {"loss": 0.0, "reward": 1.0, "reward_std": 0.0}):
-    ...         print(step, symptom.name, symptom.evidence["since_step"])
-    20 rule:reward_std_zero 1
-
-    ```
-    """
+    """Judges what a trainer logs by a table of rules."""
 
     def __init__(self, rules: Iterable[MetricRule], limits: Mapping[str, float] | None = None) -> None:
         self.rules = tuple(rule for rule in rules if rule.enabled)
@@ -55,15 +30,7 @@ class MetricRules:
         self._logs = 0
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> list[Symptom]:
-        """
-        Takes in one log and returns what is newly wrong.
-
-        Args:
-            step (`int`):
-                The optimizer step the log belongs to. Going back (after a rollback) starts all stretches again.
-            metrics (`Mapping[str, Any]`):
-                What `Trainer.log` was given.
-        """
+        """Takes in one log and returns what is newly wrong."""
         if step < self._step:
             for track in self._all_tracks():
                 track.step = None

@@ -27,31 +27,7 @@ _REWARD_IN_OLDER_TRL = re.compile(r"rewards/[^/]+")
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """
-    One part of a red flag. In TOML it is an inline table, with `relation` written `is`.
-
-    Args:
-        relation (`str`):
-            `"below"`, `"above"`, `"at_least"`, `"at_most"`, `"near"` compare the logged value with `value`;
-            `"rising"`, `"falling"` and `"flat"` compare how far it moved over `window` observations with `value`.
-            The movement is the difference between the medians of the last and the first third of the window; it
-            counts as one only if the middle third lies between them and the noise within the thirds cannot explain it.
-        value (`float`, *optional*, defaults to `0.0`):
-            The bound, in units of the metric, or as a multiple of what `of` names.
-        metric (`str`, *optional*):
-            Exact name of the metric that is looked at. If left out, the one the rule was matched with.
-        tolerance (`float`, *optional*, defaults to `0.0`):
-            For `"near"`: largest distance from the bound that still holds.
-        of (`str`, *optional*):
-            What `value` is a multiple of: `"start"` (median of the metric's first 10 observations), `"lowest"` or
-            `"highest"` (of the metric so far), or `"args.<name>"` (an argument of the trainer). A trend takes its
-            absolute value. As long as it is not known the condition does not hold.
-        share (`float`, *optional*):
-            Hold if at least this share of the last `window` observations do, not if the newest one does. Not for
-            trends.
-        window (`int`, *optional*, defaults to 30):
-            Observations that a trend or a share looks at. A trend waits until there are as many, a share does not.
-    """
+    """One part of a red flag."""
 
     relation: Relation
     value: float = 0.0
@@ -81,41 +57,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class MetricRule:
-    """
-    One row of the table.
-
-    Args:
-        name (`str`):
-            What it is called; in TOML, the name of its section.
-        metric (`str`):
-            The metric it watches, or a pattern such as `"rewards/*/mean"`, of which each match is watched on its own.
-            A pattern matches metrics of the evaluation only if it begins with `eval_` itself. `rewards/NAME/mean` is
-            also what older TRL logs as `rewards/NAME`.
-        red_flag (`tuple[Condition, ...]`):
-            What must hold at once.
-        objectives (`tuple[str, ...]`, *optional*, defaults to all):
-            What kinds of training it is for.
-        healthy (`str`, *optional*):
-            The healthy range, in words.
-        steps (`int`, *optional*, defaults to 20):
-            Optimizer steps for which the red flag must hold without a break.
-        observations (`int`, *optional*, defaults to 3):
-            Logs it must hold in, at least: with a large `logging_steps`, one value is not a trend.
-        severity (`str`, *optional*, defaults to `"warning"`):
-            `"info"`, `"warning"` or `"error"`, as in [`Symptom`].
-        action (`str`, *optional*, defaults to `"alert"`):
-            What is to be done: `"alert"`, `"rollback"` (to a good state, with a lower learning rate) or `"stop"`.
-        diagnosis (`str`, *optional*):
-            What it means.
-        remedy (`str`, *optional*):
-            What helps.
-        about (`str`, *optional*):
-            What it is about, in a word or two: of alerts about the same in one log, the most severe speaks for all.
-        source (`str`, *optional*):
-            Where the rule comes from.
-        enabled (`bool`, *optional*, defaults to `True`):
-            Whether it is in force.
-    """
+    """One row of the table."""
 
     name: str
     metric: str
@@ -159,14 +101,6 @@ class MetricRule:
 
 
 def rules_for(rules: Iterable[MetricRule], objective: str) -> tuple[MetricRule, ...]:
-    """
-    Selects the rules in force for an objective.
-
-    Args:
-        rules (`Iterable[MetricRule]`):
-            The table.
-        objective (`str`):
-            One of `OBJECTIVES`; any other name counts as `"generic"`.
-    """
+    """Selects the rules in force for an objective."""
     known = objective if objective in OBJECTIVES else "generic"
     return tuple(rule for rule in rules if rule.enabled and known in rule.objectives)

@@ -20,20 +20,7 @@ class RuleError(ValueError):
 
 
 def load_rules(path: str | os.PathLike[str] | None = None) -> tuple[MetricRule, ...]:
-    """
-    Reads the table of the package, with a user's table merged over it.
-
-    A section of the user's file that bears the name of a rule changes the keys it sets and keeps the others;
-    `enabled = false` switches the rule off; a section with another name is a new rule, which needs at least `metric`
-    and `red_flag`.
-
-    Args:
-        path (`str` or `os.PathLike`, *optional*):
-            The user's TOML file.
-
-    Raises:
-        `RuleError`: if the file is not TOML or something in it is not allowed. All problems are named at once.
-    """
+    """Reads the table of the package, with a user's table merged over it."""
     table = _default_table()
     if path is not None:
         own = read_toml(Path(path), RuleError)
@@ -47,13 +34,7 @@ def load_rules(path: str | os.PathLike[str] | None = None) -> tuple[MetricRule, 
 
 
 def rules_to_toml(rules: Iterable[MetricRule]) -> str:
-    """
-    Writes the rules as TOML that [`load_rules`] reads back to equal ones.
-
-    Args:
-        rules (`Iterable[MetricRule]`):
-            The rules, those that are switched off included.
-    """
+    """Writes the rules as TOML that [`load_rules`] reads back to equal ones."""
     sections = []
     for rule in rules:
         lines = [f"[{rule.name if re.fullmatch(r'[A-Za-z0-9_-]+', rule.name) else toml_value(rule.name)}]"]

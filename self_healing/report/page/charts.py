@@ -167,13 +167,7 @@ def tables_of(report: RunReport, anchors: Mapping[str, str]) -> list[Entry]:
 
 
 def _table(name: str, title: str, lead: str, columns: str, rows: Sequence[Sequence[Entry]], none: str = "") -> Entry:
-    """
-    One table, without columns that are empty.
-
-    Args:
-        columns (`str`):
-            Their titles, separated by ` | `; `#` before one of numbers.
-    """
+    """One table, without columns that are empty."""
     heads = [{"title": head.removeprefix("#"), "numeric": head.startswith("#")} for head in columns.split(" | ")]
     shown = [at for at in range(len(heads)) if any(row[at]["text"] for row in rows)]
     more = len(rows) - _MOST_ROWS

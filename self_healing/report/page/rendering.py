@@ -78,12 +78,7 @@ _HEAD, _GENERATOR = 4096, b'<meta name="generator" content="self-healing-trl'
 
 
 def write_page(report: RunReport, path: str | Path) -> None:
-    """
-    Writes the page of a run, whole or not at all; an older page of that name is replaced.
-
-    Raises:
-        OSError: If it could not be written, or there is a file of that name that is not such a page.
-    """
+    """Writes the page of a run, whole or not at all; an older page of that name is replaced."""
     path = Path(path)
     if path.is_char_device() or path.is_block_device() or path.is_fifo() or path.is_socket():
         # Replaced as any file is, `/dev/null` would be one from then on.
