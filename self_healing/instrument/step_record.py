@@ -136,8 +136,8 @@ class StepRecord:
                 raise _rank_failed(found)
             loss, norm, *rest = found[:_FAILED]
             self.apart = are_apart(rest[:DIGEST_PARTS])
-            *votes, leave = rest[DIGEST_PARTS:]
-            stop, roll_back, news = (vote > 0 for vote in votes)
+            *ballots, leave = rest[DIGEST_PARTS:]
+            stop, roll_back, news = (vote > 0 for vote in ballots)
         self.stop_wanted, self.rollback_wanted, self.has_news = stop, roll_back, news
         # Numbers that are taken a second time carry no wish, and do not take one back.
         self.leave_wanted = self.leave_wanted or leave
