@@ -2,7 +2,7 @@
 The command `self-healing`: makes sure that what is imported as `self_healing` is this project, and runs it.
 
 It lies outside of the package, because `self-healing` on PyPI is another project with the same import name: where that
-one is installed, `self_healing.cli` may not be there to say so.
+one is installed, `self_healing.tools.cli` may not be there to say so.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
             f"may change that. Please put it right: {_FIX}",
             file=sys.stderr,
         )
-    from self_healing.cli import app
+    from self_healing.tools.cli import app
 
     app()
 

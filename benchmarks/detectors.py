@@ -45,8 +45,9 @@ from rich.table import Table
 
 import self_healing
 from self_healing import HealingConfig, StepSignals
-from self_healing.detectors import DetectorPanel, NonFiniteDetector
-from self_healing.objectives import objective_named
+from self_healing.detectors.nonfinite import NonFiniteDetector
+from self_healing.healers.numerics.detectors.panel import DetectorPanel
+from self_healing.hf.objective import objective_named
 
 
 CURVES = Path(__file__).parent.parent / "tests" / "data" / "curves"

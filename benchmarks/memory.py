@@ -63,7 +63,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 
 import self_healing
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.demo.model import DemoSize, small_llama, stdlib_docstrings, train_tokenizer
+from self_healing.tools.demo.model import DemoSize, small_llama, stdlib_docstrings, train_tokenizer
 
 
 RESULTS = Path(__file__).parent / "results"

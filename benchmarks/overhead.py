@@ -51,7 +51,7 @@ from trl import SFTConfig, SFTTrainer
 
 import self_healing
 from self_healing import SelfHealingCallback
-from self_healing.demo.model import DemoSize, small_llama, stdlib_docstrings, train_tokenizer
+from self_healing.tools.demo.model import DemoSize, small_llama, stdlib_docstrings, train_tokenizer
 
 
 RESULTS = Path(__file__).parent / "results"

@@ -53,8 +53,9 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTTrainer
 
 import self_healing
-from self_healing import SelfHealingCallback, consensus
-from self_healing.instrument.zero import engine_of
+from self_healing import SelfHealingCallback
+from self_healing.hf.deepspeed import engine_of
+from self_healing.ranks import votes as consensus
 
 
 RANKS = 2

@@ -41,8 +41,8 @@ from transformers.trainer_callback import PrinterCallback
 import self_healing
 from self_healing import HealingConfig, SelfHealingTrainer
 from self_healing.checkpoints.vetting import vet
-from self_healing.instrument.live_state import live_state_of
-from self_healing.restarts.memory_start import open_in_memory, steps_in_memory
+from self_healing.healers.restarts.shared_memory import open_in_memory, steps_in_memory
+from self_healing.hf.state import live_state_of
 from self_healing.shared_memory import directory_of, remove_states
 
 

@@ -25,13 +25,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from self_healing import HealingConfig, SelfHealingCallback
-from self_healing.instrument import reload_checkpoint
+from self_healing.hf.state import reload_checkpoint
 from self_healing.instrument.resume_record import ResumeRecord
-from self_healing.random_state import RandomState
 from self_healing.rollback.copied_state import size_of
 from self_healing.rollback.ring import SnapshotRing
 from self_healing.rollback.shared_states import SharedStates
 from self_healing.shared_memory import remove_states
+from self_healing.system.random_state import RandomState
 
 
 RESULTS = Path(__file__).parent / "results"

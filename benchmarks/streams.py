@@ -26,10 +26,10 @@ import torch
 from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets, interleave_datasets
 from torch.utils.data import DataLoader
 
-from self_healing.data import stream as stream_guard
-from self_healing.data.guard import Guard
 from self_healing.data.quarantine import Quarantine
-from self_healing.data.stream import GuardedStream
+from self_healing.healers.data import streams as stream_guard
+from self_healing.healers.data.guard import Guard
+from self_healing.healers.data.streams import GuardedStream
 
 
 RESULT = Path(__file__).with_name("results") / "streams.json"

@@ -57,8 +57,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import self_healing
-from self_healing.clipping import ZClip, total_gradient_norm
-from self_healing.demo.model import DemoSize, small_llama, stdlib_docstrings, train_tokenizer
+from self_healing.clipping.gradients import total_gradient_norm
+from self_healing.healers.numerics.clipping import ZClip
+from self_healing.tools.demo.model import DemoSize, small_llama, stdlib_docstrings, train_tokenizer
 
 
 ROOT = Path(__file__).parent.parent

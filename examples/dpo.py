@@ -23,7 +23,7 @@ from offline import parse, show
 from trl import DPOConfig, DPOTrainer, get_peft_config
 
 from self_healing import SelfHealingTrainer
-from self_healing.demo.model import tiny
+from self_healing.tools.demo.model import tiny
 
 
 def preferences(texts: list[str]) -> Dataset:

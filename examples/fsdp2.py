@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from trl import SFTConfig, SFTTrainer
 
 from self_healing import SelfHealingTrainer
-from self_healing.demo.model import tiny
+from self_healing.tools.demo.model import tiny
 
 
 def shard_on_the_cpu() -> None:

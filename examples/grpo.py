@@ -23,7 +23,7 @@ from offline import parse, show
 from trl import GRPOConfig, GRPOTrainer, get_peft_config
 
 from self_healing import SelfHealingTrainer
-from self_healing.demo.model import tiny
+from self_healing.tools.demo.model import tiny
 
 
 def right_number(completions: list[str], answer: list[str], **kwargs: object) -> list[float]:

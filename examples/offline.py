@@ -15,7 +15,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, ScriptArguments, TrlParser
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.demo.model import TINY, TINY_LEARNING_RATE, Tiny
+from self_healing.tools.demo.model import TINY, TINY_LEARNING_RATE, Tiny
 
 
 _STEPS = 160

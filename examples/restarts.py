@@ -25,7 +25,7 @@ from offline import parse, show, text_of
 from trl import SFTConfig, SFTTrainer
 
 from self_healing import SelfHealingTrainer
-from self_healing.demo.model import tiny
+from self_healing.tools.demo.model import tiny
 
 
 def main() -> None:

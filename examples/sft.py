@@ -29,7 +29,7 @@ from offline import parse, show, text_of
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 from self_healing import SelfHealingTrainer
-from self_healing.demo.model import tiny
+from self_healing.tools.demo.model import tiny
 
 
 def main() -> None:

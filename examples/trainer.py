@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from self_healing import HealingReport, SelfHealingCallback
-from self_healing.demo.model import TINY, tiny
+from self_healing.tools.demo.model import TINY, tiny
 
 
 def tokenised(dataset: Dataset, tokenizer: AutoTokenizer, length: int) -> Dataset:

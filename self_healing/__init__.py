@@ -14,30 +14,30 @@ if TYPE_CHECKING:
     from .callback import SelfHealingCallback as SelfHealingCallback
     from .checkpoints.choice import CheckpointError as CheckpointError
     from .checkpoints.choice import find_trusted_checkpoint as find_trusted_checkpoint
-    from .classify import classify_exception as classify_exception
-    from .clipping import ZClip as ZClip
-    from .config import ConfigurationError as ConfigurationError
-    from .config import HealingConfig as HealingConfig
-    from .dry_run import DryRunReport as DryRunReport
+    from .config.healing_config import HealingConfig as HealingConfig
+    from .config.setting import ConfigurationError as ConfigurationError
     from .exceptions import UnrecoverableTrainingError as UnrecoverableTrainingError
-    from .failures import FAILURE_RECIPES as FAILURE_RECIPES
-    from .failures import Action as Action
-    from .failures import FailureType as FailureType
-    from .failures import Recipe as Recipe
-    from .inspection import Finding as Finding
-    from .inspection import Inspection as Inspection
-    from .inspection import check_data_quality as check_data_quality
-    from .inspection import check_model_init as check_model_init
+    from .failures.classify import classify_exception as classify_exception
+    from .failures.recipes import FAILURE_RECIPES as FAILURE_RECIPES
+    from .failures.recipes import Action as Action
+    from .failures.recipes import FailureType as FailureType
+    from .failures.recipes import Recipe as Recipe
+    from .healers.dry_run import DryRunReport as DryRunReport
+    from .healers.inspection import check_data_quality as check_data_quality
+    from .healers.numerics.clipping import ZClip as ZClip
+    from .inspection.findings import Finding as Finding
+    from .inspection.findings import Inspection as Inspection
+    from .inspection.model import check_model_init as check_model_init
     from .journal.incident import Incident as Incident
     from .replaying.incidents import ReplayError as ReplayError
-    from .replaying.replay import ReplayReport as ReplayReport
-    from .replaying.replay import replay as replay
     from .report.healing_report import HealingReport as HealingReport
     from .rollback.ring import SnapshotRing as SnapshotRing
     from .rollback.snapshots import Snapshot as Snapshot
     from .run.dispatch import HealingContext as HealingContext
     from .run.went_back import Target as Target
     from .signals import StepSignals as StepSignals
+    from .tools.replay import ReplayReport as ReplayReport
+    from .tools.replay import replay as replay
     from .trainer import SelfHealingTrainer as SelfHealingTrainer
 
 
@@ -45,22 +45,22 @@ __version__ = "0.2.0"
 
 # The same names, by the module that each is imported from.
 _MODULE_OF = {
-    "FAILURE_RECIPES": "failures",
-    "Action": "failures",
+    "FAILURE_RECIPES": "failures.recipes",
+    "Action": "failures.recipes",
     "CheckpointError": "checkpoints.choice",
-    "ConfigurationError": "config",
-    "DryRunReport": "dry_run",
-    "FailureType": "failures",
-    "Finding": "inspection",
+    "ConfigurationError": "config.setting",
+    "DryRunReport": "healers.dry_run",
+    "FailureType": "failures.recipes",
+    "Finding": "inspection.findings",
     "HealingActions": "actions",
-    "HealingConfig": "config",
+    "HealingConfig": "config.healing_config",
     "HealingContext": "run.dispatch",
     "HealingReport": "report.healing_report",
     "Incident": "journal.incident",
-    "Inspection": "inspection",
-    "Recipe": "failures",
+    "Inspection": "inspection.findings",
+    "Recipe": "failures.recipes",
     "ReplayError": "replaying.incidents",
-    "ReplayReport": "replaying.replay",
+    "ReplayReport": "tools.replay",
     "SelfHealingCallback": "callback",
     "SelfHealingTrainer": "trainer",
     "Snapshot": "rollback.snapshots",
@@ -68,12 +68,12 @@ _MODULE_OF = {
     "StepSignals": "signals",
     "Target": "run.went_back",
     "UnrecoverableTrainingError": "exceptions",
-    "ZClip": "clipping",
-    "check_data_quality": "inspection",
-    "check_model_init": "inspection",
-    "classify_exception": "classify",
+    "ZClip": "healers.numerics.clipping",
+    "check_data_quality": "healers.inspection",
+    "check_model_init": "inspection.model",
+    "classify_exception": "failures.classify",
     "find_trusted_checkpoint": "checkpoints.choice",
-    "replay": "replaying.replay",
+    "replay": "tools.replay",
 }
 
 __all__ = sorted(_MODULE_OF)

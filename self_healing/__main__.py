@@ -1,6 +1,6 @@
 """`python -m self_healing`, for launchers that start a module: the command line."""
 
-from .cli import app
+from .tools.cli import app
 
 
 if __name__ == "__main__":

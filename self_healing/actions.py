@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from transformers import TrainingArguments
 
-from .assembly import Run
-from .failures import Action
+from .failures.recipes import Action
+from .healers.assembly import Run
 from .run.dispatch import HealingContext
 
 

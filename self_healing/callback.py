@@ -11,33 +11,32 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from . import consensus
 from .actions import HealingActions
-from .assembly import Run, assemble
 from .checkpoints.choice import CheckpointError
 from .checkpoints.marker import healing_state_of
-from .config import ConfigurationError, HealingConfig, as_config
-from .detectors.rules import MetricRule, load_rules
+from .config.given import as_config
+from .config.healing_config import HealingConfig
+from .config.setting import ConfigurationError
+from .detectors.rules.rule import MetricRule
+from .detectors.rules.table import load_rules
 from .end_of_run import end_run, heal_the_last_step
-from .entry import Entry
 from .entry_checks import begin_run
 from .exceptions import HealingFailed, UnrecoverableTrainingError
-from .instrument import (
-    Instrument,
-    TrainingFault,
-    find_resume_path,
-    find_trainer,
-    is_training,
-    leave_out_of_uploads,
-)
+from .healers.assembly import Run, assemble
+from .healers.restarts.healing_off import ending_the_job, is_off
+from .healers.restarts.start import tell_of_unfinished
+from .healers.train_begin_end import Entry
+from .hf.adapter import Instrument
+from .instrument.discovery import find_resume_path, find_trainer, is_training
+from .instrument.training_fault import TrainingFault
+from .instrument.uploads import leave_out_of_uploads
 from .journal.incident import Incident
 from .journal.terminal import speaking_of
 from .log_safely import log_safely
 from .meeting import meet
-from .own_files import hide_from_uploads, own_patterns
-from .restarts.healing_off import ending_the_job, is_off
-from .restarts.start import tell_of_unfinished
+from .ranks import votes
 from .start_and_end import pause_speaking, start_speaking, stop_speaking, tell_start
+from .system.files import hide_from_uploads, own_patterns
 
 
 logger = logging.getLogger("self_healing")
@@ -139,7 +138,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             self._detach()
             raise
         except Exception as error:
-            if consensus.world_size() > 1:
+            if votes.world_size() > 1:
                 # Of another process, or of the device.
                 self._detach()
                 raise
@@ -317,7 +316,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if run is None or run.instrument is None or run.broken:
             return
         # The others may still be writing their parts (rng_state_N.pth) of what is about to be called complete.
-        consensus.wait_for_all_ranks("all have written their part of the checkpoint", args.device)
+        votes.wait_for_all_ranks("all have written their part of the checkpoint", args.device)
         if not args.should_save:
             return
         checkpoint = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from .assembly import Run
-from .checkpoints.emergency import owe_evaluation
-from .instrument import BestChoice, Instrument
-from .numerics.state import NumericsState
+from .healers.assembly import Run
+from .healers.numerics.state import NumericsState
+from .healers.restarts.emergency import owe_evaluation
+from .hf.adapter import Instrument
+from .instrument.best_model import BestChoice
 from .report.verdict import movement_of
-from .restarts.status import RunState
-from .run.context import RunContext
+from .run.run import RunContext
+from .run.status import RunState
 
 
 logger = logging.getLogger("self_healing")

@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import consensus
-from .assembly import new_run_id
 from .checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint, refuse_unwritable
 from .exceptions import UnrecoverableTrainingError
-from .failures import FAILURE_RECIPES, Action, FailureType
-from .instrument import Instrument
-from .run.context import RunContext
+from .failures.recipes import FAILURE_RECIPES, Action, FailureType
+from .healers.assembly import new_run_id
+from .hf.adapter import Instrument
+from .ranks import votes
+from .run.run import RunContext
 
 
 logger = logging.getLogger("self_healing")
@@ -23,7 +23,7 @@ logger = logging.getLogger("self_healing")
 def begin_run(args: Any) -> str:
     """Sees that checkpoints can be written."""
     refuse_unwritable(args)
-    return consensus.from_first_rank("a run begins", new_run_id, args.device)
+    return votes.from_first_rank("a run begins", new_run_id, args.device)
 
 
 def refuse_damaged_checkpoint(context: RunContext, checkpoint: Path) -> None:
@@ -38,11 +38,11 @@ def refuse_damaged_checkpoint(context: RunContext, checkpoint: Path) -> None:
             return None, str(error)
 
     device = context.instrument.view.device
-    told, reason = consensus.looked_up_by_first_rank("the checkpoint can be resumed from", look, device)
+    told, reason = votes.looked_up_by_first_rank("the checkpoint can be resumed from", look, device)
     if reason is not None:
         context.journal.event("checkpoint_passed_over", context.step, path=str(checkpoint), reason=reason)
         raise refused[0] if refused else CheckpointError(reason)
-    if told is not None and consensus.is_first_rank():
+    if told is not None and votes.is_first_rank():
         logger.warning("Resuming from %s anyway: %s.", checkpoint, told)
 
 
@@ -50,7 +50,7 @@ def refuse_nonfinite_weights(context: RunContext, resumed_from: str | None) -> b
     """Ends a run that would begin with weights or an optimizer state that are not finite: no step can heal them."""
     instrument = context.instrument
     found = instrument.view.nonfinite_tensors()
-    if not consensus.any_rank("what training begins with is not finite", bool(found), instrument.view.device):
+    if not votes.any_rank("what training begins with is not finite", bool(found), instrument.view.device):
         return True
     step, names = instrument.view.step, ", ".join(found[:5]) or "on another rank"
     origin = "the model was given" if resumed_from is None else f"resumed from {resumed_from}"
@@ -75,25 +75,25 @@ def refuse_nonfinite_weights(context: RunContext, resumed_from: str | None) -> b
 def refuse_wrong_sums(context: RunContext) -> None:
     """Ends a run on several ranks that cannot sum up what all of them know, or not in time."""
     device, seconds = context.instrument.view.device, context.config.collective_timeout_check_seconds
-    if consensus.world_size() == 1 or seconds == 0:
+    if votes.world_size() == 1 or seconds == 0:
         return
     began = time.monotonic()
     try:
-        changed = consensus.changed_in_sum(seconds, device)
+        changed = votes.changed_in_sum(seconds, device)
     except RuntimeError as error:
         if time.monotonic() - began < seconds:
             raise
         what = f"The ranks have not summed up known numbers within {seconds:g} s"
         advice = "Look at the network between them (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)."
         raise _refused(context, FailureType.HANG, what, advice) from error
-    if consensus.any_rank("a sum is wrong", bool(changed), device):
+    if votes.any_rank("a sum is wrong", bool(changed), device):
         named = "; ".join(f"rank {rank}: what it sends arrives changed" for rank in changed) or "seen by another rank"
         what = f"A rank of this job gives wrong results ({named})"
         advice = FAILURE_RECIPES[FailureType.WRONG_RESULTS].advice
         raise _refused(context, FailureType.WRONG_RESULTS, what, advice, wrong_ranks=changed)
-    if consensus.is_first_rank():
+    if votes.is_first_rank():
         took = round(time.monotonic() - began, 3)
-        context.journal.event("ranks_checked", context.step, ranks=consensus.world_size(), seconds=took)
+        context.journal.event("ranks_checked", context.step, ranks=votes.world_size(), seconds=took)
 
 
 def _refused(

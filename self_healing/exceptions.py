@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .failures import FailureType
+from .failures.recipes import FailureType
 
 
 class Interruption(BaseException):

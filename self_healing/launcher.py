@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from .config import HealingConfig
-from .processes import Process
+from .config.healing_config import HealingConfig
+from .system.processes import Process
 
 
 # EX_TEMPFAIL of sysexits.h: "temporary failure, try again later".

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from . import consensus
-from .config import ConfigurationError
+from .config.setting import ConfigurationError
+from .ranks import votes
 
 
 logger = logging.getLogger("self_healing")
@@ -30,17 +30,17 @@ _meetings = itertools.count(1)
 
 def meet(settings: Mapping[str, Any], seconds: float) -> None:
     """Waits for all ranks to begin a healed run, and compares their settings."""
-    store = consensus.job_store()
+    store = votes.job_store()
     if store is None:
         return
     compared = {name: value for name, value in settings.items() if name not in _OF_A_RANK}
     try:
         place = f"self_healing/meeting/{next(_meetings)}"
-        met = _meet(store, place, compared, seconds, dist.get_rank(), consensus.world_size())
+        met = _meet(store, place, compared, seconds, dist.get_rank(), votes.world_size())
     except RuntimeError as error:
         logger.info("The store of this job cannot be asked whether all ranks heal: %s", error)
     else:
-        consensus.name_meeting(met)
+        votes.name_meeting(met)
 
 
 def _meet(store: Any, place: str, settings: Mapping[str, Any], seconds: float, rank: int, ranks: int) -> str:
@@ -74,7 +74,7 @@ def _meet(store: Any, place: str, settings: Mapping[str, Any], seconds: float, r
             logger.warning("%s If it only takes longer than the others, nothing is wrong.", missing)
         if waited > seconds:
             raise ConfigurationError(_missing(store, place, call, rank, ranks))
-        time.sleep(consensus.pause_after(waited))
+        time.sleep(votes.pause_after(waited))
     if found["refused"]:
         raise ConfigurationError(found["refused"])
     return call

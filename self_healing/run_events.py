@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .assembly import Run
-from .classify import describe_exception
-from .restarts.healing_off import switch_off_next_time
+from .failures.classify import describe_exception
+from .healers.assembly import Run
+from .healers.restarts.healing_off import switch_off_next_time
 from .restarts.lost_device import write_down_lost_device
 from .run.healer import Healer
 from .start_and_end import stop_speaking

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .assembly import Run
-from .instrument import Instrument
+from .healers.assembly import Run
+from .hf.adapter import Instrument
 from .journal.incident import Incident, counted, lost_steps
 from .journal.terminal import Terminal, announce
 from .log_safely import log_safely

@@ -13,33 +13,37 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from . import consensus
-from .assembly import Run, assemble
 from .callback import SelfHealingCallback, adopt_run
 from .checkpoints.choice import CheckpointError, newest_checkpoint_of
-from .config import ConfigurationError, HealingConfig, as_config
-from .dry_run import DryRunReport, dry_run
+from .config.given import as_config
+from .config.healing_config import HealingConfig
+from .config.setting import ConfigurationError
 from .exceptions import DamagedCheckpointError, UnrecoverableTrainingError
-from .instrument import ReportingGuard, let_go, let_go_of_engine, rows_per_step
+from .healers.assembly import Run, assemble
+from .healers.dry_run import DryRunReport, dry_run
+from .healers.restarts.attempts import go_on_from_disk, take_up
+from .healers.restarts.healing_off import ending_the_job, is_off, resumed_without_healing
+from .healers.restarts.start import Start, find_start, note_memory_start, note_start, refusal_of_another_job
+from .hf.deepspeed import have_engine_made_again, let_go_of_engine, loading_as_written
+from .hf.memory import let_go
+from .instrument.batch_size import rows_per_step
 from .instrument.entry_hooks import entry_hooks_removed_on_exception
 from .instrument.progress_bars import remove_progress_bars
+from .instrument.reporting import ReportingGuard
 from .instrument.resuming import loading_twice_at_most, skipping_any_loader
-from .instrument.zero import have_engine_made_again, loading_as_written
 from .journal.terminal import Terminal, speaking_of
 from .log_safely import log_safely
 from .meeting import meet
-from .random_state import RandomState
+from .ranks import votes
 from .recovery import NextEntry, Recovery
 from .report.healing_report import HealingReport
 from .report.output import ClosingReport
-from .restarts.earlier_attempts import go_on_from_disk, take_up
-from .restarts.healing_off import ending_the_job, is_off, resumed_without_healing
 from .restarts.outliving import leave_snapshots, let_snapshots_outlive
-from .restarts.record import RunRecord
-from .restarts.start import Start, find_start, note_memory_start, note_start, refusal_of_another_job
-from .rollback.stored_state import StateUnusable
+from .rollback.shared_memory import StateUnusable
+from .run.record import RunRecord
 from .services.reporting import Reporting
 from .start_and_end import tell_end
+from .system.random_state import RandomState
 
 
 logger = logging.getLogger("self_healing")
@@ -228,7 +232,7 @@ class SelfHealingTrainer:
             args.process_index,
             self._sleep,
             start.run,
-            may_enter_again=consensus.world_size() == 1,
+            may_enter_again=votes.world_size() == 1,
             device=args.device,
         )
         run.context.attachment.trainer = self.trainer
@@ -293,7 +297,7 @@ class SelfHealingTrainer:
             newest = newest_checkpoint_of(run_id, args.output_dir)
             return newest, None if newest is None else refusal_of_another_job(newest, self.trainer)
 
-        checkpoint, refusal = consensus.looked_up_by_first_rank("the newest checkpoint on disk", look, args.device)
+        checkpoint, refusal = votes.looked_up_by_first_rank("the newest checkpoint on disk", look, args.device)
         if refusal is not None:
             raise CheckpointError(refusal) from error
         have_engine_made_again(self.trainer)
@@ -314,7 +318,7 @@ class SelfHealingTrainer:
             if resume:
                 stack.enter_context(loading_as_written(self.trainer))
                 stack.enter_context(skipping_any_loader(self.trainer))
-            if resume and consensus.world_size() == 1:
+            if resume and votes.world_size() == 1:
                 # The others may wait in a collective of the first attempt.
                 stack.enter_context(loading_twice_at_most(self.trainer))
             yield

@@ -27,8 +27,8 @@ from conftest import VOTES, build_tokenizer, every_fault, sft_trainer
 from two_sharded_processes import sharded_on_the_cpu, whole
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.chaos.callback import Chaos
 from self_healing.restarts import progress_mark
+from self_healing.tools.chaos.callback import Chaos
 
 
 store_class: Any = torch.distributed.TCPStore

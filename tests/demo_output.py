@@ -21,7 +21,7 @@ KEPT = Path(__file__).parent.parent / "docs" / "img" / "demo.txt"
 
 def demo_in_terminal() -> str:
     """Runs `self-healing demo` as a user does, and returns what is on the screen in the end."""
-    command = [sys.executable, "-m", "self_healing.cli", "demo", "--output-dir", "outputs/demo"]
+    command = [sys.executable, "-m", "self_healing.tools.cli", "demo", "--output-dir", "outputs/demo"]
     # The size is that of the terminal; the demo keeps itself from the Hub.
     left_out = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
     environment = {

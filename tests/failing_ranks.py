@@ -26,11 +26,12 @@ from transformers import TrainerCallback, set_seed
 from two_processes import digest_of
 from two_sharded_processes import whole
 
-from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, consensus
-from self_healing.instrument.live_state import local
-from self_healing.instrument.reentry import Reentry
-from self_healing.instrument.step_record import StepRecord
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing.hf.reentry import Reentry
+from self_healing.hf.state import local
+from self_healing.hf.step import StepRecord
 from self_healing.numerics.observer import StepObserver
+from self_healing.ranks import votes as consensus
 from self_healing.rollback import in_place, kept_batches
 from self_healing.rollback.ring import SnapshotRing
 from self_healing.rollback.trusted import TrustedStates

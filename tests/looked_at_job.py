@@ -10,21 +10,21 @@ from unittest import mock
 
 from wrong_product import WrongProduct
 
-from self_healing.cli import app
-from self_healing.doctor import machine
+from self_healing.tools import doctor_machine
+from self_healing.tools.cli import app
 
 
 if __name__ == "__main__":
     fault, on = sys.argv.pop(1), int(os.environ["RANK"]) == 1
-    wrapped = machine.check_device
+    wrapped = doctor_machine.check_device
 
     def wrong(*args: Any) -> Any:
         with WrongProduct():
             return wrapped(*args)
 
-    vars(machine)["_MEETING"] = 15.0
+    vars(doctor_machine)["_MEETING"] = 15.0
     if on and fault == "missing":
         sys.exit(0)
     struck = on and fault == "wrong"
-    with mock.patch.object(machine, "check_device", wrong) if struck else contextlib.nullcontext():
+    with mock.patch.object(doctor_machine, "check_device", wrong) if struck else contextlib.nullcontext():
         app(prog_name="self-healing")

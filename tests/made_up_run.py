@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from self_healing import Action, HealingConfig, UnrecoverableTrainingError
-from self_healing.actions import HealingContext
-from self_healing.detectors import DetectorPanel
-from self_healing.instrument import Hooks
-from self_healing.instrument.failsafe import Failsafe
-from self_healing.instrument.replacing import Replacements
+from self_healing.healers.numerics.detectors.panel import DetectorPanel
+from self_healing.healers.numerics.state import NumericsState
+from self_healing.hf.hooks import Failsafe
+from self_healing.hf.patching import Replacements
+from self_healing.instrument.hooks import Hooks
 from self_healing.journal.journal import Journal
-from self_healing.numerics.state import NumericsState
 from self_healing.run.budget import RecoveryBudget
-from self_healing.run.context import Attachment, RunContext, StopRequest
+from self_healing.run.dispatch import HealingContext
 from self_healing.run.news import News
 from self_healing.run.outcomes import Outcomes
+from self_healing.run.run import Attachment, RunContext, StopRequest
 from self_healing.run.went_back import WentBack
 from self_healing.signals import StepSignals
 

@@ -16,7 +16,8 @@ from forked_pairs import run_pair
 from transformers import TrainerCallback
 from two_processes import digest
 
-from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, consensus, meeting
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, meeting
+from self_healing.ranks import votes
 
 
 def build(directory: Path, *callbacks: Any, **arguments: Any) -> Any:
@@ -88,10 +89,8 @@ def store_lost(directory: Path, rank: int, lost_on: tuple[int, ...]) -> dict[str
             if state.global_step != 1:
                 return
             if rank in lost_on:
-                losing.enter_context(mock.patch.object(consensus, "job_store", return_value=LostStore()))
-            found.append(
-                consensus.looked_up_by_first_rank("looked up", lambda: f"by rank {rank}", torch.device("cpu"))
-            )
+                losing.enter_context(mock.patch.object(votes, "job_store", return_value=LostStore()))
+            found.append(votes.looked_up_by_first_rank("looked up", lambda: f"by rank {rank}", torch.device("cpu")))
 
     healing = SelfHealingCallback()
     trainer = build(directory, healing, Loses())

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from self_healing import consensus
+from self_healing.ranks import votes
 
 
 ANY = "any"
@@ -26,8 +26,8 @@ class RecordedVotes:
     def __init__(self) -> None:
         self.questions: list[str] = []
         self._last: FileIO | None = None
-        self._cast = consensus._cast
-        consensus._cast = self._recorded  # type: ignore[assignment]
+        self._cast = votes._cast
+        votes._cast = self._recorded  # type: ignore[assignment]
 
     def keep_last_in(self, path: Path) -> None:
         """Has a file hold the last of them, also when the process is killed."""
@@ -35,7 +35,7 @@ class RecordedVotes:
 
     def _recorded(self, question: str, ballot: torch.Tensor) -> list[float]:
         # One that tells of an exception takes part in whatever vote the others are in.
-        tells = bool(ballot[consensus._RAISED])
+        tells = bool(ballot[votes._RAISED])
         self.questions.append(ANY if tells else question)
         if self._last is not None:
             self._last.seek(0)

@@ -34,8 +34,8 @@ from lost_device import LostDevice
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.chaos.callback import Chaos
-from self_healing.demo.model import stdlib_docstrings, train_tokenizer
+from self_healing.tools.chaos.callback import Chaos
+from self_healing.tools.demo.model import stdlib_docstrings, train_tokenizer
 
 
 def digest(model: Any) -> str:

@@ -14,8 +14,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from two_sharded_processes import sharded_on_the_cpu, whole
 from two_zero_processes import config_of, zero_on_the_cpu
 
-from self_healing.instrument.live_state import local
-from self_healing.instrument.zero import engine_of
+from self_healing.hf.deepspeed import engine_of
+from self_healing.hf.state import local
 
 
 STATE_DICTS = {"fsdp2_full": "FULL_STATE_DICT", "fsdp2_sharded": "SHARDED_STATE_DICT"}

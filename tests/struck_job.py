@@ -27,7 +27,7 @@ from transformers import TrainerCallback, set_seed
 from two_processes import digest_of
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.instrument.live_state import innermost
+from self_healing.hf.state import innermost
 
 
 # A checkpoint every so many steps; the fault comes when so many are finished, or while a checkpoint is evaluated or

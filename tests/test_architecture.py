@@ -13,7 +13,7 @@ import pytest
 from accelerate import Accelerator
 from transformers import Trainer
 
-from self_healing import consensus
+from self_healing.ranks import votes
 from self_healing.rollback import trusted
 
 
@@ -31,7 +31,7 @@ FAMILIES = ("numerics", "memory", "data", "services", "storage", "hangs", "resta
 # what puts them together. `recovery` is so far up because it asks several of them about one exception.
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
-        *("batch_layout", "call_shape", "checkpoint_files", "classify", "config", "consensus", "exceptions"),
+        *("batch_layout", "call_shape", "checkpoint_files", "classify", "config", "votes", "exceptions"),
         *(
             "extents",
             "failures",
@@ -275,4 +275,4 @@ def test_no_two_votes_can_be_taken_for_each_other() -> None:
     asked = questions()
     assert len(asked) > 40
     # By its number two ranks know that they are in the same vote.
-    assert len({consensus._number_of(each) for each in asked}) == len(asked)
+    assert len({votes._number_of(each) for each in asked}) == len(asked)

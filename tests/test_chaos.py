@@ -36,8 +36,10 @@ from transformers import AutoModelForSequenceClassification, BertConfig, Trainer
 from typer.testing import CliRunner
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.chaos.callback import Chaos
-from self_healing.chaos.faults import (
+from self_healing.failures.recipes import FailureType
+from self_healing.journal.journal import Journal
+from self_healing.tools.chaos.callback import Chaos
+from self_healing.tools.chaos.faults import (
     KINDS,
     Fault,
     FaultError,
@@ -48,11 +50,9 @@ from self_healing.chaos.faults import (
     strike_ranks,
     strike_steps,
 )
-from self_healing.chaos.injectors import output_module, rows_of, wait_in_c
-from self_healing.chaos.rehearsal import Survival, survived
-from self_healing.cli import app
-from self_healing.failures import FailureType
-from self_healing.journal.journal import Journal
+from self_healing.tools.chaos.injectors import output_module, rows_of, wait_in_c
+from self_healing.tools.chaos.rehearsal import Survival, survived
+from self_healing.tools.cli import app
 
 
 def chaos(directory: Path, faults: str, **kwargs: Any) -> Chaos:
@@ -402,7 +402,7 @@ def test_a_mistake_in_a_fault_does_not_end_the_run(
     def mistaken(*args: Any) -> Any:
         raise ZeroDivisionError("a mistake of ours")
 
-    monkeypatch.setattr("self_healing.chaos.injectors.changed", mistaken)
+    monkeypatch.setattr("self_healing.tools.chaos.injectors.changed", mistaken)
     trainer = unprotected(tmp_path, tokenizer, "nan_loss@1")
     assert trainer.state.global_step == 6
     assert "a fault failed to strike at step 1" in caplog.text
@@ -681,7 +681,7 @@ def script(directory: Path, **saving: Any) -> Path:
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "self_healing.cli", "chaos", *arguments],
+        [sys.executable, "-m", "self_healing.tools.cli", "chaos", *arguments],
         cwd=cwd,
         env=os.environ | {"COLUMNS": "160"},
         capture_output=True,

@@ -22,9 +22,9 @@ import torch
 from conftest import build_tokenizer, every_fault, sft_trainer
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.chaos.callback import Chaos
-from self_healing.chaos.faults import KINDS, Ledger, parse_fault
 from self_healing.restarts import progress_mark
+from self_healing.tools.chaos.callback import Chaos
+from self_healing.tools.chaos.faults import KINDS, Ledger, parse_fault
 
 
 pytestmark = pytest.mark.slow

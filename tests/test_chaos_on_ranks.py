@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from self_healing.chaos.faults import KINDS, Ledger
-from self_healing.chaos.rehearsal import survived
 from self_healing.report.reading import read_run
+from self_healing.tools.chaos.faults import KINDS, Ledger
+from self_healing.tools.chaos.rehearsal import survived
 
 
 pytestmark = [

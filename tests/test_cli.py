@@ -15,11 +15,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from self_healing import FailureType, HealingConfig, shared_memory
-from self_healing.chaos.rehearsal import Survival
-from self_healing.cli import app
-from self_healing.demo import show
-from self_healing.demo.show import DemoResult, RehearsalResult
 from self_healing.journal.journal import Journal
+from self_healing.tools.chaos.rehearsal import Survival
+from self_healing.tools.cli import app
+from self_healing.tools.demo import show
+from self_healing.tools.demo.show import DemoResult, RehearsalResult
 
 
 def run(*arguments: str) -> Result:
@@ -175,7 +175,7 @@ def test_a_page_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", [(), ("--json",), ("--agent",)], ids=str)
 def test_report_to_a_full_disk_is_a_clear_error(tmp_path: Path, form: tuple[str, ...]) -> None:
     write_journal(tmp_path, incidents=1)
-    command = [sys.executable, "-c", "from self_healing.cli import app; app()", "report", str(tmp_path), *form]
+    command = [sys.executable, "-c", "from self_healing.tools.cli import app; app()", "report", str(tmp_path), *form]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (2, "The report cannot be printed: No space left on device.\n")
@@ -220,7 +220,7 @@ def test_report_of_a_journal_with_nothing_in_it_yet_is_healthy(tmp_path: Path) -
 
 
 def test_chaos_names_no_ledger_where_nothing_has_struck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("self_healing.chaos.rehearsal.rehearse", lambda *_: (0, []))
+    monkeypatch.setattr("self_healing.tools.chaos.rehearsal.rehearse", lambda *_: (0, []))
     script = tmp_path / "script.py"
     script.touch()
     result = run("chaos", str(script), "--ledger", str(tmp_path / "chaos.jsonl"))
@@ -315,7 +315,7 @@ def test_the_command_line_needs_trl_only_for_the_demo() -> None:
         "import sys\n"
         "sys.modules.update({'trl': None, 'datasets': None})\n"
         "from typer.testing import CliRunner\n"
-        "from self_healing.cli import app\n"
+        "from self_healing.tools.cli import app\n"
         "assert CliRunner().invoke(app, ['config']).exit_code == 0\n"
         "assert 'self_healing.demo' not in sys.modules\n"
     )

@@ -18,11 +18,11 @@ from demo_output import KEPT, demo_in_terminal, in_every_run
 from rich.console import Console
 
 from self_healing import HealingConfig
-from self_healing.chaos.rehearsal import Survival
-from self_healing.demo import episode
-from self_healing.demo.episode import Task, make_task
-from self_healing.demo.model import BROKEN_CHARACTER, DemoSize, stdlib_docstrings, unigram_loss
-from self_healing.demo.show import DemoResult, RehearsalResult, run_demo, run_rehearsal
+from self_healing.tools.chaos.rehearsal import Survival
+from self_healing.tools.demo import episode
+from self_healing.tools.demo.episode import Task, make_task
+from self_healing.tools.demo.model import BROKEN_CHARACTER, DemoSize, stdlib_docstrings, unigram_loss
+from self_healing.tools.demo.show import DemoResult, RehearsalResult, run_demo, run_rehearsal
 
 
 SMALL = DemoSize(steps=12, rows=2, tokens=32, vocabulary=400, width=32, layers=1, held_out=16)
@@ -122,7 +122,7 @@ def test_too_few_docstrings_are_a_clear_error(show: Show, monkeypatch: pytest.Mo
 
 
 def test_the_terminal_does_not_wait_for_torch() -> None:
-    code = "import sys, self_healing.demo.show; print(sorted({'torch', 'transformers', 'trl'} & sys.modules.keys()))"
+    code = "import sys, self_healing.tools.demo.show; print(sorted({'torch', 'transformers', 'trl'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
@@ -177,7 +177,16 @@ def test_the_demo_prints_what_is_kept() -> None:
 
 @pytest.mark.slow
 def test_the_demo_as_a_user_runs_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "self_healing.cli", "demo", "--output-dir", str(tmp_path / "new"), "--seed", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "self_healing.tools.cli",
+        "demo",
+        "--output-dir",
+        str(tmp_path / "new"),
+        "--seed",
+        "1",
+    ]
     # Without the variables that keep the Hub client offline: the demo has to see to that itself.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

@@ -19,7 +19,7 @@ from hatchling.builders.wheel import WheelBuilder
 from typer.testing import CliRunner
 
 import self_healing
-from self_healing.cli import app
+from self_healing.tools.cli import app
 
 
 ROOT = Path(__file__).parent.parent

@@ -22,9 +22,9 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from self_healing import Action, FailureType, HealingConfig, SelfHealingTrainer
-from self_healing.chaos.faults import KINDS
-from self_healing.cli import app
 from self_healing.journal.step_log import StepRow
+from self_healing.tools.chaos.faults import KINDS
+from self_healing.tools.cli import app
 
 
 ROOT = Path(__file__).parent.parent

@@ -200,7 +200,7 @@ def test_grpo_learns_what_is_rewarded(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_scrambled_layer_shows_and_is_healed(tmp_path: Path) -> None:
-    faults = ("-m", "self_healing.cli", "chaos", "--faults", "scrambled_layer@100")
+    faults = ("-m", "self_healing.tools.cli", "chaos", "--faults", "scrambled_layer@100")
     ledger = ("--ledger", str(tmp_path / "chaos.jsonl"), "--")
     # How often a snapshot is taken is chosen by the time it takes, which is not the same on a busy machine.
     text = run("sft.py", tmp_path / "run", "--snapshot_interval", "10", launcher=(*faults, *ledger))
@@ -212,7 +212,7 @@ def test_a_scrambled_layer_shows_and_is_healed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_job_is_started_again(tmp_path: Path) -> None:
-    faults = ("-m", "self_healing.cli", "chaos", "--faults", "sigkill@30", "--restarts", "1")
+    faults = ("-m", "self_healing.tools.cli", "chaos", "--faults", "sigkill@30", "--restarts", "1")
     ledger = ("--ledger", str(tmp_path / "chaos.jsonl"), "--")
     text = run("restarts.py", tmp_path / "run", "--max_steps", "40", launcher=(*faults, *ledger))
     assert "Started again: 1 of 1 restarts." in text

@@ -29,7 +29,7 @@ from matrix import (
     with_table,
 )
 
-from self_healing.doctor.doctor import Setting, coverage_of
+from self_healing.tools.doctor import Setting, coverage_of
 
 
 ROOT = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from self_healing.processes import Process, State
+from self_healing.system.processes import Process, State
 
 
 def wait_for(process: Process, state: State) -> None:

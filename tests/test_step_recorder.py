@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from self_healing import FailureType, HealingConfig, SelfHealingCallback
 from self_healing.journal.step_log import StepLog, StepRow, read_step_log
-from self_healing.ranks import Failure
+from self_healing.ranks.messages import Failure
 
 
 def steps_of(output_dir: Path) -> list[StepRow]:

@@ -43,11 +43,11 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
     classify_exception,
-    consensus,
 )
 from self_healing.checkpoints.choice import CheckpointError
-from self_healing.instrument.live_state import innermost, local
-from self_healing.numerics import replicas
+from self_healing.healers.numerics import replicas
+from self_healing.hf.state import innermost, local
+from self_healing.ranks import votes
 
 
 def digest_of(weights: Mapping[str, torch.Tensor]) -> str:
@@ -369,15 +369,15 @@ def main(directory: Path) -> None:
             store.wait(["asked five times"], timedelta(seconds=60))
             return f"found by {rank}"
 
-        vars(consensus)["time"] = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+        vars(votes)["time"] = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
         try:
-            return consensus.looked_up_by_first_rank("it is there", look, torch.device("cpu"))
+            return votes.looked_up_by_first_rank("it is there", look, torch.device("cpu"))
         finally:
-            vars(consensus)["time"] = time
+            vars(votes)["time"] = time
 
     def of_many_bytes() -> int:
         """What one process gives to the other, of a size that single precision does not hold."""
-        return len(consensus.from_first_rank("much", lambda: bytes(2**24 + 1), torch.device("cpu")))
+        return len(votes.from_first_rank("much", lambda: bytes(2**24 + 1), torch.device("cpu")))
 
     def of_a_gone_peer() -> list[str]:
         """How errors are classified that can only be told apart where several processes train."""

@@ -38,9 +38,9 @@ from transformers import LlamaForCausalLM, set_seed
 from two_processes import BitFlip
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer
+from self_healing.healers.numerics import replicas
 from self_healing.instrument.gradients import gradients_of
 from self_healing.instrument.models import fingerprint
-from self_healing.numerics import replicas
 
 
 def sharded_on_the_cpu(strategy: str) -> None:

@@ -40,7 +40,7 @@ from two_sharded_processes import PoisonGradient, inside
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.checkpoints.choice import vet_all
 from self_healing.exceptions import UnrecoverableTrainingError
-from self_healing.instrument.live_state import innermost
+from self_healing.hf.state import innermost
 
 
 # Of a micro-batch, and what one rank has memory for.

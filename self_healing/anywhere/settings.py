@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ..config import ConfigurationError, HealingConfig
-from ..detectors.rules import load_rules
-from .hook import UNTOUCHED, VARIABLE
+from ..config.healing_config import HealingConfig
+from ..config.setting import ConfigurationError
+from ..detectors.rules.table import load_rules
+from ..tools.anywhere.hook import UNTOUCHED, VARIABLE
 
 
 PRESET_VARIABLE = "SELF_HEALING_PRESET"

@@ -12,10 +12,10 @@ from pathlib import Path
 from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
-from .. import consensus
-from ..classify import describe_exception
-from ..config import ConfigurationError
-from ..own_files import EMERGENCY_DIR, MARKER_FILE, PINNED_DIR
+from ..config.setting import ConfigurationError
+from ..failures.classify import describe_exception
+from ..ranks import votes
+from ..system.files import EMERGENCY_DIR, MARKER_FILE, PINNED_DIR
 from .marker import (
     checkpoints_in,
     damage_of_marker,
@@ -250,14 +250,14 @@ def refuse_unwritable(args: TrainingArguments) -> None:
     vain.
     """
     why = _why_unwritable(Path(str(args.output_dir))) if writes_checkpoints(args) else None
-    if not consensus.any_rank("output_dir cannot be written", why is not None, args.device):
+    if not votes.any_rank("output_dir cannot be written", why is not None, args.device):
         return
-    of_ranks = consensus.from_every_rank("why it cannot be written there", why, args.device)
+    of_ranks = votes.from_every_rank("why it cannot be written there", why, args.device)
     refused = [rank for rank, each in enumerate(of_ranks) if each is not None]
-    who = "" if len(of_ranks) == 1 else f" by {consensus.in_words(refused)}"
+    who = "" if len(of_ranks) == 1 else f" by {votes.in_words(refused)}"
     found = f"output_dir={args.output_dir!r} cannot be written{who} ({of_ranks[refused[0]]})"
     if args.save_strategy == SaveStrategy.NO:
-        if consensus.is_first_rank():
+        if votes.is_first_rank():
             logger.warning("%s: an exception will leave no checkpoint, and a restart finds none to go on from.", found)
         return
     raise ConfigurationError(

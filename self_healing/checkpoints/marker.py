@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..files import replace_file
-from ..own_files import BESIDE_DIR, EMERGENCY_DIR, MARKER_FILE, PINNED_DIR, STATE_FILE
+from ..system.files import BESIDE_DIR, EMERGENCY_DIR, MARKER_FILE, PINNED_DIR, STATE_FILE
 
 
 logger = logging.getLogger(__name__)

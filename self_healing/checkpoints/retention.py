@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from .. import consensus
-from ..classify import could_not_be_written, text_of
-from ..config import HealingConfig
+from ..config.healing_config import HealingConfig
+from ..failures.classify import could_not_be_written, text_of
 from ..journal.journal import Journal
-from ..own_files import MARKER_FILE, PINNED_DIR, STATE_FILE
+from ..ranks import votes
+from ..system.files import MARKER_FILE, PINNED_DIR, STATE_FILE
 from .choice import newest_checkpoint_of
 from .marker import (
     Standing,
@@ -79,7 +79,7 @@ class RunCheckpoints:
         """Begins to follow them, the one it was resumed from first, when `train()` is entered for the first time."""
         self._output_dir, self._device = Path(os.path.abspath(args.output_dir)), args.device
         self._resumed_from = resumed_from
-        self._follows = args.should_save and consensus.is_first_rank()
+        self._follows = args.should_save and votes.is_first_rank()
         if not self._follows:
             return
         self._generations = self._config.keep_verified_checkpoints
@@ -201,7 +201,7 @@ class RunCheckpoints:
 
     def newest(self) -> str | None:
         """Finds the newest one that the run can go back to, or else the one it was resumed from. Collective."""
-        return consensus.looked_up_by_first_rank("newest checkpoint to go back to", self._newest_here, self._device)
+        return votes.looked_up_by_first_rank("newest checkpoint to go back to", self._newest_here, self._device)
 
     def _newest_here(self) -> str | None:
         newest = newest_checkpoint_of(self._journal.run_id, str(self._output_dir), verified=True)

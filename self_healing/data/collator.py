@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..healers.data.guard import MAX_BAD_IN_A_ROW, CallResult, Guard, LetPass
 from .bad_sample import BadSample, preview_of
 from .copies import copies_of
-from .guard import MAX_BAD_IN_A_ROW, CallResult, Guard, LetPass
 from .labels import LabelledSubstitutes
 from .problems import has_no_labels
 from .proxy import Proxy

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..random_state import RandomState
+from ..healers.data.guard import CallResult, Guard
+from ..system.random_state import RandomState
 from .bad_sample import BadSample, preview_of
 from .copies import copies_of
-from .guard import CallResult, Guard
 from .problems import NO_LABELS, comes_without_labels, has_no_labels
 from .sample_names import SampleName
 from .substitutes import Supply

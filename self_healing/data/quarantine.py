@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..files import append_line
+from ..healers.data.quarantine import POISON, KnownBadSamples, row_key
 from .bad_sample import BadSample
-from .known_bad_samples import POISON, KnownBadSamples, row_key
 from .sample_names import SampleName
 
 

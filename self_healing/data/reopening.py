@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..classify import is_error
-from ..random_state import RandomState
+from ..failures.classify import is_error
+from ..healers.data.guard import DataSourceError, Guard
+from ..system.random_state import RandomState
 from .bad_sample import BadSample
 from .copies import shallow_copy
-from .guard import DataSourceError, Guard
 
 
 class CannotBeReopened(Exception):

@@ -7,10 +7,11 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from ..batch_layout import content_hash, row_text
-from ..config import HealingConfig
-from ..failures import Action
-from ..instrument import RowSource, Window
+from ..config.healing_config import HealingConfig
+from ..failures.recipes import Action
+from ..hf.batches import content_hash, row_text
+from ..hf.dataloader import RowSource
+from ..instrument.window import Window
 from ..run.dispatch import CarryOut, HealingContext
 from .quarantine import Quarantine, QuarantinedRow
 

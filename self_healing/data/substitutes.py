@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from ..healers.data.guard import MAX_BAD_IN_A_ROW, DataSourceError
 from .bad_sample import BadSample
-from .guard import MAX_BAD_IN_A_ROW, DataSourceError
 from .sample_names import SampleName
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from statistics import median
 from typing import Any
 
-from .trend import Reading
+from ..healers.numerics.detectors.trend import Reading
 
 
 # Before there is a baseline, the loss is held against the median of this many first steps.

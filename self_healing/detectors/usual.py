@@ -6,7 +6,7 @@ import math
 from collections import deque
 from typing import Any
 
-from .trend import Reading
+from ..healers.numerics.detectors.trend import Reading
 
 
 # Steps for which a spike is remembered, and a rise: of these there are fewer.

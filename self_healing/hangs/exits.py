@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from ..config import HealingConfig
+from ..config.healing_config import HealingConfig
 from ..files import replace_file
 from ..launcher import launch_of
 

@@ -8,15 +8,14 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from ..instrument import Instrument
+from ..healers.hangs.healer import JointExit
+from ..healers.hangs.watchdog import Watchdog
+from ..hf.adapter import Instrument
 from ..launcher import EXIT_FOR_RESTART
-from ..ranks import Failure, Position
-from ..ranks.posts import failure_of
+from ..ranks.messages import Failure, Position, failure_of
 from ..run.claims import Claim
-from ..run.context import RunContext
 from ..run.healer import Healer
-from .joint_exit import JointExit
-from .watchdog import Watchdog
+from ..run.run import RunContext
 
 
 logger = logging.getLogger("self_healing")

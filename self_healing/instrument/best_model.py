@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .. import consensus
+from ..ranks import votes
 
 
 logger = logging.getLogger("self_healing")
@@ -78,7 +78,7 @@ class BestModel:
                 logger.warning("The best checkpoint could not be looked at.", exc_info=True)
                 return None
 
-        choice = consensus.looked_up_by_first_rank("best model", look, args.device)
+        choice = votes.looked_up_by_first_rank("best model", look, args.device)
         if choice is None or not choice.refused or theirs is None:
             return
         state.best_model_checkpoint = choice.path
@@ -111,7 +111,7 @@ class BestModel:
         try:
             return original(*args, **kwargs)
         except Exception as error:
-            if consensus.world_size() > 1 or self._versions() != before:
+            if votes.world_size() > 1 or self._versions() != before:
                 raise
             state = self._trainer.state
             theirs, state.best_model_checkpoint = str(state.best_model_checkpoint), None

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from .accelerate_engine import AccelerateEngine
+from ..hf.deepspeed import Zero, engine_of, load_as_written
+from ..hf.patching import Replacements
+from ..hf.training_step import AccelerateEngine
 from .native_adam import NativeAdam
 from .phase import Phase
-from .replacing import Replacements
-from .zero import Zero, engine_of, load_as_written
 
 
 class DeepSpeedEngine(AccelerateEngine):

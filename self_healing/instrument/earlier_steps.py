@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from .. import consensus
+from ..ranks import votes
 from ..signals import StepSignals
 from .kept_step import Control, Recording
 from .window import Window
@@ -81,8 +81,8 @@ class EarlierSteps:
         with self._engine.accumulating(len(control.calls)):
             losses = [self._window.compute(call, last=index == last) for index, call in enumerate(control.calls)]
         total = torch.stack([loss.detach().float() for loss in losses]).sum()
-        ranks = consensus.sum_over_ranks("loss of an earlier step", total.reshape(1), total.device)
-        return ranks[0] / consensus.world_size()
+        ranks = votes.sum_over_ranks("loss of an earlier step", total.reshape(1), total.device)
+        return ranks[0] / votes.world_size()
 
     def _until_it_fits(self, compute: Callable[[], float]) -> float:
         return self._engine.until_it_fits(compute, self._window.discard)

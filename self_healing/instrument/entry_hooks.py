@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .replacing import Replacements
+from ..hf.patching import Replacements
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -9,10 +9,10 @@ from typing import Any, Self
 import torch
 from accelerate.utils import send_to_device
 
-from .. import consensus
-from ..batch_layout import Layout, own_token_count, select_rows
-from .step_engine import StepEngine
-from .step_record import StepRecord
+from ..hf.batches import Layout, own_token_count, select_rows
+from ..hf.engine import StepEngine
+from ..hf.step import StepRecord
+from ..ranks import votes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class FewerRows:
         layouts = {index: step.layout(index) for index in rows}
         items, dropped = _count_items(step, rows, layouts, engine)
         device, counts = engine.view.device, [sum(not kept for kept in rows.values()), step.size]
-        emptied, micro_batches, *_ = consensus.sum_over_ranks("micro-batches without a row", counts, device)
+        emptied, micro_batches, *_ = votes.sum_over_ranks("micro-batches without a row", counts, device)
         if not emptied:
             return cls(rows, layouts, items, dropped)
         left = max(micro_batches - emptied, 1) / engine.view.world_size
@@ -68,7 +68,7 @@ def _stand_in(step: StepRecord, rows: Mapping[int, Sequence[int]], device: torch
                 return send_to_device(select_rows(step.prepared[index], layout, layout.alone(kept[0])), "cpu")
         return None
 
-    return send_to_device(consensus.from_first_rank_with("a row that stays", own(), device), device)
+    return send_to_device(votes.from_first_rank_with("a row that stays", own(), device), device)
 
 
 def _count_items(
@@ -94,7 +94,7 @@ def _count_items(
         carried = any(isinstance(batch, Mapping) and "num_items_in_batch" in batch for batch in step.prepared.values())
         if not carried:
             return None, None
-        on_all_ranks = consensus.sum_over_ranks("tokens left out", dropped.reshape(1), dropped.device)
+        on_all_ranks = votes.sum_over_ranks("tokens left out", dropped.reshape(1), dropped.device)
         return None, dropped.new_tensor(on_all_ranks[0])
     if not batches:
         # The Trainer sums the counts over ranks, but not where it is given nothing to count.

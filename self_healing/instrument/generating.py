@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .. import consensus
-from .failsafe import Failsafe
-from .view import TrainerView
+from ..hf.hooks import Failsafe
+from ..hf.view import TrainerView
+from ..ranks import votes
 
 
 class NotGenerated(FloatingPointError):
@@ -39,4 +39,4 @@ class GenerationGuard:
 
     def _any_rank_has_spoiled_weights(self) -> bool:
         view = self._view
-        return consensus.any_rank("weights to generate with", bool(view.nonfinite_weights()), view.device)
+        return votes.any_rank("weights to generate with", bool(view.nonfinite_weights()), view.device)

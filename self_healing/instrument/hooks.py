@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .out_of_memory import OutOfMemory
-from .step_engine import StepPasses
+from ..hf.engine import StepPasses
+from ..hf.memory import OutOfMemory
 from .window import Window
 
 

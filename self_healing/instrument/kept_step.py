@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..random_state import RandomState
-from .step_engine import Call
+from ..hf.engine import Call
+from ..system.random_state import RandomState
 
 
 HOST = torch.device("cpu")

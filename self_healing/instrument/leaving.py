@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .row_sources import DataPosition
-from .view import TrainerView
+from ..hf.dataloader import DataPosition
+from ..hf.view import TrainerView
 from .window import Window
 
 

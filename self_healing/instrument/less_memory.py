@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .live_state import innermost
+from ..hf.state import innermost
 
 
 class ActivationCheckpointing:

@@ -6,8 +6,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ..classify import describe_exception
-from ..objectives import ANY_POSITIVE_LOSS, BY_CLASS_NAME, GENERIC, UNKNOWN, Objective
+from ..failures.classify import describe_exception
+from ..hf.objective import ANY_POSITIVE_LOSS, BY_CLASS_NAME, GENERIC, UNKNOWN, Objective
 
 
 # TRL 1.16, GRPOTrainer._compute_loss: the loss types that divide by `num_items_in_batch` of the generation batch.

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import DefaultFlowCallback, Trainer, TrainerCallback
 
-from ..random_state import RandomState
+from ..hf.adapter import Instrument
+from ..system.random_state import RandomState
 from .hooks import Hooks
 from .training_fault import TrainingFault
 from .window import Window
-from .wrapping import Instrument
 
 
 def compute_one_step(

@@ -16,8 +16,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
-from ..own_files import BESIDE_DIR, EMERGENCY_DIR, MARKER_FILE
-from .replacing import Replacements
+from ..hf.patching import Replacements
+from ..system.files import BESIDE_DIR, EMERGENCY_DIR, MARKER_FILE
 
 
 logger = logging.getLogger("self_healing")

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from ..random_state import RandomState
-from .bookkeeping import STORES
+from ..hf.state import innermost
+from ..hf.trainer_state import STORES
+from ..system.random_state import RandomState
 from .gradients import discard_gradients
-from .live_state import innermost
 
 
 @contextlib.contextmanager

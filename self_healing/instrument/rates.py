@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..hf.state import innermost
+from ..hf.view import TrainerView
 from .hooks import Hooks
-from .live_state import innermost
-from .view import TrainerView
 
 
 class Rates:

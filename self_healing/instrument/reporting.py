@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from transformers import Trainer, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from ..classify import is_error
-from ..random_state import RandomState
-from .replacing import Replacements
+from ..failures.classify import is_error
+from ..hf.patching import Replacements
+from ..system.random_state import RandomState
 
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from typing import Any, Self
 
 from transformers.trainer_callback import DefaultFlowCallback, TrainerControl
 
-from ..random_state import RandomState
-from .bookkeeping import Bookkeeping
+from ..hf.trainer_state import Bookkeeping
+from ..system.random_state import RandomState
 
 
 @dataclass(slots=True)

@@ -13,14 +13,14 @@ import torch
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
-from ..own_files import GENERATED_FILE
-from ..random_state import RandomState
-from .bookkeeping import Bookkeeper
+from ..hf.deepspeed import engine_of, zero_of
+from ..hf.patching import Replacements
+from ..hf.state import LiveState, innermost, live_state_of
+from ..hf.trainer_state import Bookkeeper
+from ..system.files import GENERATED_FILE
+from ..system.random_state import RandomState
 from .generated import generated_rows
-from .live_state import LiveState, innermost, live_state_of
 from .own_checkpoints import plain_value
-from .replacing import Replacements
-from .zero import engine_of, zero_of
 
 
 # Fields of the optimizer's groups that are no settings.

@@ -13,11 +13,11 @@ from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..classify import classify_exception
-from ..failures import FailureType
+from ..failures.classify import classify_exception
+from ..failures.recipes import FailureType
+from ..hf.memory import let_go
+from ..hf.patching import Replacements
 from .device_memory import free_memory
-from .out_of_memory import let_go
-from .replacing import Replacements
 
 
 logger = logging.getLogger("self_healing")

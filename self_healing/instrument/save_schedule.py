@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .bookkeeping import Bookkeeper, Bookkeeping
-from .failsafe import Failsafe
+from ..hf.hooks import Failsafe
+from ..hf.trainer_state import Bookkeeper, Bookkeeping
+from ..hf.view import TrainerView
 from .hooks import Hooks
 from .leaving import Leaving
 from .own_checkpoints import refusing_nothing
 from .saving import CheckpointSaving
-from .view import TrainerView
 
 
 class SaveSchedule:

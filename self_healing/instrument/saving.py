@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from .. import consensus
-from ..classify import classify_exception, costs_its_save
-from ..failures import FailureType
-from ..own_files import STATE_FILE
-from ..random_state import RandomState
-from .saving_together import SavingTogether, was_rotating
+from ..failures.classify import classify_exception, costs_its_save
+from ..failures.recipes import FailureType
+from ..hf.saving import SavingTogether, was_rotating
+from ..ranks import votes
+from ..system.files import STATE_FILE
+from ..system.random_state import RandomState
 
 
 class SaveOutcomes(Protocol):
@@ -50,7 +50,7 @@ class CheckpointSaving:
     def write(self, save: Callable[..., None], model: Any, trial: Any, *args: Any, **kwargs: Any) -> bool:
         """Calls the Trainer's `_save_checkpoint`."""
         trainer, together = self._trainer, SavingTogether(self._trainer)
-        several = consensus.world_size() > 1
+        several = votes.world_size() > 1
         if several and not together.possible:
             save(model, trial, *args, **kwargs)
             return True
@@ -79,7 +79,7 @@ class CheckpointSaving:
                         # One that is to be written again may have been marked as incomplete before.
                         complete = str(checkpoint / STATE_FILE) in before
                         untouched = complete and _files_of(checkpoint) == before
-                        decides = consensus.is_first_rank()
+                        decides = votes.is_first_rank()
                         again = decides and self._outcomes.failed(error, checkpoint, step, best, untouched)
                 if written:
                     return True
@@ -100,13 +100,13 @@ class CheckpointSaving:
     def _decided_together(self, again: bool | None, error: Exception, checkpoint: Path, step: int) -> bool | None:
         """What the first rank has decided, and done about the files; `None` where that has failed on any rank."""
         device = self._trainer.accelerator.device
-        failed, wanted, *_ = consensus.sum_over_ranks(
+        failed, wanted, *_ = votes.sum_over_ranks(
             "the checkpoint is written once more", [again is None, bool(again)], device
         )
         if failed:
             return None
         again = wanted > 0
-        if not consensus.is_first_rank():
+        if not votes.is_first_rank():
             with self._contained():
                 self._outcomes.failed_together(error, checkpoint, step, again)
         return again

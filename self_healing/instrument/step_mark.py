@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .live_state import innermost
+from ..hf.state import innermost
 
 
 # Optimizers that write to tensors through torch, which counts it; kernels of others may go around the counter.

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from .. import consensus
-from ..classify import is_nonfinite_exception
+from ..failures.classify import is_nonfinite_exception
+from ..hf.engine import Call
+from ..hf.patching import Replacements
+from ..hf.sections import Heartbeat
+from ..ranks import votes
 from .generating import NotGenerated
 from .hooks import Hooks
-from .replacing import Replacements
-from .sections import Heartbeat
-from .step_engine import Call
 
 
 # How long the ranks may be apart when they raise the same: a forward of a large model. The job ends that much later
@@ -77,9 +77,9 @@ class TrainingCall:
 
     def _is_raised_by_all(self, error: BaseException) -> bool:
         """Whether no rank waits in a collective that this one never reached: weights that are NaN are so on all."""
-        if consensus.world_size() == 1 or isinstance(error, NotGenerated):
+        if votes.world_size() == 1 or isinstance(error, NotGenerated):
             return True
-        return consensus.all_reach(f"an exception in training step {self._calls}", _ALIKE_SECONDS)
+        return votes.all_reach(f"an exception in training step {self._calls}", _ALIKE_SECONDS)
 
 
 def _doubt_about(step: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..classify import text_of
+from ..failures.classify import text_of
 
 
 class TrainingFault(Exception):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate.utils.operations import recursively_apply
 
-from .replacing import Replacements
+from ..hf.patching import Replacements
 
 
 @contextlib.contextmanager

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..hf.dataloader import DataPosition
+from ..hf.engine import Call, StepEngine
+from ..hf.step import StepRecord, as_tensor
+from ..hf.trainer_state import Bookkeeper, Bookkeeping
 from ..signals import StepSignals
-from .bookkeeping import Bookkeeper, Bookkeeping
 from .fewer_rows import FewerRows
 from .kept_step import Control, Recording, nbytes_of
-from .row_sources import DataPosition
-from .step_engine import Call, StepEngine
-from .step_record import StepRecord, as_tensor
 from .uneven_rows import gathering_uneven_rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..failures import INSPECTIONS, Action, Cause, FailureType
+from ..failures.recipes import INSPECTIONS, Action, Cause, FailureType
 from .incident import Incident, lost_steps
 
 

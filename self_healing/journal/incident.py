@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..detectors.symptom import Severity
-from ..failures import FAILURE_RECIPES, Action, Cause, FailureType
+from ..failures.recipes import FAILURE_RECIPES, Action, Cause, FailureType
 
 
 # In the id of an incident of a rank other than the first, before the number of that rank.

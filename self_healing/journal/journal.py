@@ -17,13 +17,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import HealingConfig
-from ..detectors import Symptom
-from ..detectors.symptom import Severity
-from ..failures import FAILURE_RECIPES, Action, FailureType
+from ..config.healing_config import HealingConfig
+from ..detectors.symptom import Severity, Symptom
+from ..failures.recipes import FAILURE_RECIPES, Action, FailureType
 from ..files import append_line, jsonable, replace_file
 from ..log_safely import log_safely
-from ..own_files import EVENTS_FILE
+from ..system.files import EVENTS_FILE
 from .headline import headline
 from .incident import HEALED, IN_DOUBT, OF_RANK, Incident, describe, figures
 from .postmortem import (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..call_shape import CallShape
-from ..failures import FAILURE_RECIPES, FailureType
-from ..instrument import OutOfMemory
+from ..failures.recipes import FAILURE_RECIPES, FailureType
+from ..hf.memory import OutOfMemory
 
 
 # What has become of the batches that are kept, by whether it was the host's memory that ran out.

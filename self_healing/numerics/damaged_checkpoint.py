@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from .. import consensus
 from ..checkpoints.choice import mark_suspect, older_checkpoints
 from ..exceptions import DamagedCheckpointError
-from ..failures import Action, FailureType
-from ..instrument import Window
+from ..failures.recipes import Action, FailureType
+from ..instrument.window import Window
+from ..ranks import votes
 from ..run.dispatch import HealingContext
 from .healer import NumericsHealer
 from .resume_trial import try_older_checkpoints
@@ -63,7 +63,7 @@ class DamagedCheckpointHealer(NumericsHealer):
         self.numerics.on_trial = False
         cause = "the checkpoint it was resumed from"
         run.journal.diagnosed(incident, FailureType.DAMAGED_CHECKPOINT, cause, {"damaged": trial.damaged})
-        if consensus.is_first_rank() and self.args.should_save:
+        if votes.is_first_rank() and self.args.should_save:
             for damaged in trial.damaged:
                 mark_suspect(damaged, str(self.args.output_dir), incident.id)
         if run.may_enter_again and run.budget.spend(instrument.view.step):
@@ -86,7 +86,7 @@ class DamagedCheckpointHealer(NumericsHealer):
         output_dir = str(self.args.output_dir)
         found, device = older_checkpoints(checkpoint, output_dir), self.instrument.view.device
         for _ in range(_OLDER_CHECKPOINTS):
-            older = consensus.looked_up_by_first_rank("an older checkpoint", lambda: next(found, None), device)
+            older = votes.looked_up_by_first_rank("an older checkpoint", lambda: next(found, None), device)
             if older is None:
                 return
             yield older

@@ -6,17 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .. import consensus
-from ..detectors import DetectorPanel, Symptom
-from ..failures import FailureType
-from ..instrument import Instrument, Window
+from ..detectors.symptom import Symptom
+from ..failures.recipes import FailureType
+from ..healers.numerics.detectors.panel import DetectorPanel
+from ..healers.numerics.state import NumericsState
+from ..hf.adapter import Instrument
+from ..instrument.window import Window
 from ..journal.incident import Incident
+from ..ranks import votes
 from ..rollback.rollback import Rollback
-from ..run.context import RunContext
 from ..run.incidents import OpenIncident
+from ..run.run import RunContext
 from ..signals import StepSignals
 from .offending_batch import save_offending_batch
-from .state import NumericsState
 
 
 class NumericsHealer:
@@ -53,12 +55,12 @@ class NumericsHealer:
 
     def on_any_rank(self, question: str, flag: bool) -> bool:
         """Whether something is so on any rank. Every rank has to come."""
-        return consensus.any_rank(question, flag, self.instrument.view.device)
+        return votes.any_rank(question, flag, self.instrument.view.device)
 
     def ranks_where(self, question: str, flag: bool) -> dict[str, list[int]]:
         """Evidence of the ranks on which something is so; none on one process. Every rank has to come."""
-        found = consensus.ranks_where(question, flag, self.instrument.view.device)
-        return {"ranks": found} if found and consensus.world_size() > 1 else {}
+        found = votes.ranks_where(question, flag, self.instrument.view.device)
+        return {"ranks": found} if found and votes.world_size() > 1 else {}
 
     def ranks_with(self, nonfinite: Sequence[str]) -> dict[str, list[int]]:
         """Evidence of the ranks whose state is not finite, and not only gathered from others. As [`ranks_where`]."""

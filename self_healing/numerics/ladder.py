@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..config import HealingConfig
-from ..failures import FAILURE_RECIPES, Action, FailureType
+from ..config.healing_config import HealingConfig
+from ..failures.recipes import FAILURE_RECIPES, Action, FailureType
+from ..healers.numerics.ladder import Decision
 from ..run.budget import RecoveryBudget
 from ..run.went_back import Target
-from .policy import Decision
 
 
 # Where a run goes back to when the same failure comes again and again, if its learning rate is not to blame.

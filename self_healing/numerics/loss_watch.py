@@ -9,9 +9,10 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from ..config import HealingConfig
-from ..detectors import DetectorPanel, Symptom
-from ..failures import FailureType
+from ..config.healing_config import HealingConfig
+from ..detectors.symptom import Symptom
+from ..failures.recipes import FailureType
+from ..healers.numerics.detectors.panel import DetectorPanel
 from ..journal.incident import Incident
 from ..journal.journal import Journal
 from ..run.outcomes import Outcomes

@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from typing import NoReturn
 
-from ..detectors import Symptom
-from ..failures import FAILURE_RECIPES, Action, Cause, FailureType
-from ..instrument import Window
+from ..detectors.symptom import Symptom
+from ..failures.recipes import FAILURE_RECIPES, Action, Cause, FailureType
+from ..healers.numerics.diagnosis import diagnose, diagnose_start
+from ..healers.numerics.healer import RollbackClimb
+from ..healers.numerics.state import NumericsState
+from ..instrument.window import Window
 from ..rollback.rollback import Rollback
-from ..run.context import RunContext
 from ..run.diagnosis import Diagnosis
 from ..run.dispatch import HealingContext
 from ..run.incidents import OpenIncident
-from .climb import RollbackClimb
+from ..run.run import RunContext
 from .damaged_checkpoint import DamagedCheckpointHealer
-from .diagnosis import diagnose, diagnose_start
 from .healer import NumericsHealer
 from .observer import StepObserver
-from .state import NumericsState
 
 
 # What is to blame where weights that were never changed give numbers that are not finite.

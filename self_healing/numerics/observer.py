@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import math
 
-from ..failures import FailureType
-from ..instrument import Window
+from ..failures.recipes import FailureType
+from ..healers.numerics.healer import RollbackClimb
+from ..healers.numerics.loss import DivergenceHealer
+from ..healers.numerics.state import NumericsState
+from ..instrument.window import Window
 from ..rollback.rollback import Rollback
-from ..run.context import RunContext
+from ..run.run import RunContext
 from ..signals import StepSignals
-from .climb import RollbackClimb
-from .divergence import DivergenceHealer
 from .healer import NumericsHealer
-from .state import NumericsState
 
 
 logger = logging.getLogger("self_healing")

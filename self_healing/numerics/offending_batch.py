@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from ..classify import classify_exception
-from ..failures import FailureType
+from ..failures.classify import classify_exception
+from ..failures.recipes import FailureType
 from ..files import rank_in
-from ..instrument import Window, blueprint_of, kept_weights
+from ..instrument.blueprint import blueprint_of, kept_weights
+from ..instrument.window import Window
 from ..journal.incident import Incident
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .. import consensus
 from ..detectors.symptom import Symptom
-from ..failures import Action, FailureType
-from ..instrument import Window
+from ..failures.recipes import Action, FailureType
+from ..healers.numerics.healer import RollbackClimb
+from ..healers.numerics.state import NumericsState
+from ..instrument.window import Window
 from ..journal.incident import Incident
+from ..ranks import votes
 from ..rollback.rollback import Rollback
-from ..run.context import RunContext
 from ..run.dispatch import HealingContext
-from .climb import RollbackClimb
+from ..run.run import RunContext
 from .healer import NumericsHealer
-from .state import NumericsState
 
 
 class RedFlagHealer(NumericsHealer):
@@ -81,7 +81,7 @@ class RedFlagHealer(NumericsHealer):
         Gives the incident for which all ranks do the same: a red flag in a metric that is not the same everywhere, or
         what ends the run on one of them, is known to the others with its rule and its remedy. Collective.
         """
-        told = consensus.from_first_rank_with(
+        told = votes.from_first_rank_with(
             "what was seen",
             None if own is None else (self.run.journal.rank, own.to_dict()),
             self.instrument.view.device,

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from ..instrument import EarlierSteps, TrainingFault, Window
+from ..instrument.earlier_steps import EarlierSteps
+from ..instrument.training_fault import TrainingFault
+from ..instrument.window import Window
 from ..rollback.trials import StateTrials
 from ..signals import StepSignals
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 
-from ..detectors import Symptom
-from ..failures import Action, Cause, FailureType
-from ..instrument import Window
+from ..detectors.symptom import Symptom
+from ..failures.recipes import Action, Cause, FailureType
+from ..healers.numerics.healer import RollbackClimb
+from ..healers.numerics.loss import DivergenceHealer
+from ..healers.numerics.state import NumericsState
+from ..instrument.window import Window
 from ..rollback.rollback import Rollback
-from ..run.context import RunContext
 from ..run.dispatch import HealingContext
 from ..run.incidents import OpenIncident
+from ..run.run import RunContext
 from ..signals import StepSignals
-from .climb import RollbackClimb
-from .divergence import DivergenceHealer
 from .healer import NumericsHealer
 from .observer import StepObserver
-from .state import NumericsState
 
 
 class SpikeHealer(NumericsHealer):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..clipping import ZClip
-from ..config import HealingConfig
-from ..instrument import Window
+from ..config.healing_config import HealingConfig
+from ..healers.numerics.clipping import ZClip
+from ..instrument.window import Window
 from ..signals import StepSignals
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..failures import Action, FailureType
+from ..failures.recipes import Action, FailureType
+from ..healers.numerics.state import NumericsState
 from ..rollback.rollback import Rollback
-from ..run.context import RunContext
 from ..run.dispatch import HealingContext
+from ..run.run import RunContext
 from .damaged_checkpoint import DamagedCheckpointHealer
 from .healer import NumericsHealer
-from .state import NumericsState
 
 
 # Share of a run's steps that have to be in its weights at its end.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed
 
-from .. import consensus
+from . import votes
 
 
 # Any: the stores are there only where torch was built with distributed, and it does not say that it exports them.
@@ -40,7 +40,7 @@ class SideChannel:
         self._place = place
         store = self._connected()
         # A launcher that starts the job again may keep the store, and a script may train several times.
-        prefix = f"self_healing/{consensus.meeting()}/{name}"
+        prefix = f"self_healing/{votes.meeting()}/{name}"
         times = dist.PrefixStore(prefix, store).add(f"opened/{place.rank}", 1)
         self._prefix = f"{prefix}/{times}"
         self._store = dist.PrefixStore(self._prefix, store)
@@ -72,7 +72,7 @@ class SideChannel:
 
 def place_in_job() -> Place | None:
     """Gives the place of this process; `None` where there is only one, or no store that can be connected to."""
-    if consensus.world_size() == 1:
+    if votes.world_size() == 1:
         return None
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):

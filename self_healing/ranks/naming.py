@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .posts import Position
+from .messages import Position
 
 
 def waited_for(here: Position, others: Mapping[int, Position]) -> int | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..processes import Process
+from ..system.processes import Process
 from .channel import Place, place_in_job
-from .posts import Failure, Position
+from .messages import Failure, Position
 from .session import Session
 
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..failures import FailureType
+from ..failures.recipes import FailureType
 from ..log_safely import log_safely
-from ..processes import Process, State
+from ..system.processes import Process, State
 from .channel import Place, SideChannel
+from .messages import Failure, Position, failure_of_leaving, first_of
 from .naming import waited_for
-from .posts import Failure, Position, failure_of_leaving, first_of
 
 
 logger = logging.getLogger("self_healing")

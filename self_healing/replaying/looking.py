@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..instrument import Origin, StepExperiments, TrainingFault, Window
-from ..numerics.diagnosis import find_poison_rows
+from ..healers.numerics.diagnosis import find_poison_rows
+from ..hf.experiments import StepExperiments
+from ..instrument.origin import Origin
+from ..instrument.training_fault import TrainingFault
+from ..instrument.window import Window
 
 
 # Rows that are looked into one by one; a model that fails on all of them fails on each alike.

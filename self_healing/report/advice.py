@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..failures import ASKS_FOR_A_NEW_RUN, FAILURE_RECIPES, FailureType
-from .records import Budget, Checkpoint, Entry, IncidentStory, NextStep, RunReport, State, counted, sentence
+from ..failures.recipes import ASKS_FOR_A_NEW_RUN, FAILURE_RECIPES, FailureType
+from ..journal.incident import counted
+from .records import Budget, Checkpoint, Entry, IncidentStory, NextStep, RunReport, State, sentence
 from .verdict import needs_a_look
 
 

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..journal.incident import IN_DOUBT, Incident, lost_steps
-from ..own_files import POSTMORTEM_FILE
-from ..restarts.status import RunStatus
+from ..run.status import RunStatus
+from ..system.files import POSTMORTEM_FILE
 from .journals import Journals, incident_of, read_journals, status_in, told_once
 from .records import printable, sentence, spoken
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..failures import FailureType
+from ..failures.recipes import FailureType
 from ..files import parse_lines, rank_in
-from ..journal.incident import Incident
-from ..own_files import EVENTS_FILE
-from ..restarts.status import RunState, RunStatus, looked_up, read_status
-from .records import counted
+from ..journal.incident import Incident, counted
+from ..run.status import RunState, RunStatus, looked_up, read_status
+from ..system.files import EVENTS_FILE
 
 
 # That of the events which are read here; a journal of another one is read as far as it is alike, and named.

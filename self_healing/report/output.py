@@ -17,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..files import replace_file
-from ..own_files import BRIEFING_FILE, REPORT_FILE, is_foreign_report
-from ..restarts.status import RunState
+from ..journal.incident import counted
+from ..run.status import RunState
+from ..system.files import BRIEFING_FILE, REPORT_FILE, is_foreign_report
 from .healing_report import HealingReport
 from .reading import read_run
 from .records import (
@@ -28,7 +29,6 @@ from .records import (
     NextStep,
     RunReport,
     State,
-    counted,
     duration,
     goodput_line,
     headline,
@@ -42,7 +42,7 @@ from .verdict import movement_of
 
 if TYPE_CHECKING:
     # It imports torch.
-    from ..run.context import RunContext
+    from ..run.run import RunContext
 
 
 logger = logging.getLogger("self_healing")

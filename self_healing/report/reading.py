@@ -12,14 +12,15 @@ from typing import Any
 
 from ..checkpoints.marker import checkpoints_in, load_marker, number_of, read_marker
 from ..files import of_rank, parse_lines
+from ..journal.incident import counted
 from ..journal.step_log import step_log_of
-from ..own_files import BRIEFING_FILE, EVENTS_FILE, MARKER_FILE, PINNED_DIR, POSTMORTEM_FILE, REPORT_FILE
-from ..restarts.record import Attempt, RunRecord, UnreadableRecordError
-from ..restarts.status import RunState, RunStatus
+from ..run.record import Attempt, RunRecord, UnreadableRecordError
+from ..run.status import RunState, RunStatus
+from ..system.files import BRIEFING_FILE, EVENTS_FILE, MARKER_FILE, PINNED_DIR, POSTMORTEM_FILE, REPORT_FILE
 from .advice import next_steps
 from .healing_report import HealingReport
 from .journals import Journals, read_journals, status_in
-from .records import Checkpoint, Entry, RunReport, State, counted, no_series
+from .records import Checkpoint, Entry, RunReport, State, no_series
 from .steps import budgets, goodput, read_steps, series_of, steps_missing
 from .stories import Places, tell_incidents, tell_notices
 from .verdict import judge_weights

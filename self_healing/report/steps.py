@@ -11,9 +11,9 @@ from statistics import median
 from typing import Any
 
 from ..checkpoints.marker import checkpoints_in
-from ..failures import Action
+from ..failures.recipes import Action
 from ..journal.step_log import StepRow, read_step_log, step_log_of
-from ..own_files import STATE_FILE
+from ..system.files import STATE_FILE
 from .records import Budget, Entry, Goodput, IncidentStory, no_series, number
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.marker import number_of
-from ..failures import FAILURE_RECIPES, Action
-from ..journal.incident import Incident, describe, figures
-from ..own_files import EMERGENCY_DIR, PINNED_DIR
+from ..failures.recipes import FAILURE_RECIPES, Action
+from ..journal.incident import Incident, counted, describe, figures
+from ..system.files import EMERGENCY_DIR, PINNED_DIR
 from .journals import Event, failure_in, incident_of, told_once
-from .records import Entry, IncidentStory, capital, counted, number, spoken
+from .records import Entry, IncidentStory, capital, number, spoken
 
 
 # What every line of a journal has, and what is told in other words.

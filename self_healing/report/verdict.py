@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import linear_regression, median
 from typing import Any
 
-from ..failures import Action, FailureType
-from ..journal.incident import IN_DOUBT
-from .records import Checkpoint, IncidentStory, State, Verdict, capital, counted
+from ..failures.recipes import Action, FailureType
+from ..journal.incident import IN_DOUBT, counted
+from .records import Checkpoint, IncidentStory, State, Verdict, capital
 
 
 # Of a loss or reward: fewer logs say nothing of its trend, and larger ones cannot be squared.

@@ -9,14 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..classify import describe_exception
-from ..instrument import Instrument, ResumePoint
+from ..failures.classify import describe_exception
+from ..healers.restarts.shared_memory import MemoryStart
+from ..hf.adapter import Instrument
+from ..instrument.resume_point import ResumePoint
 from ..journal.incident import Incident
 from ..launcher import launch_of
-from ..run.context import RunContext
-from .memory_start import MemoryStart
-from .record import Ending, RunRecord, warn_about_parts
-from .status import RunState, StatusKeeper
+from ..run.record import Ending, RunRecord, warn_about_parts
+from ..run.run import RunContext
+from ..run.status import RunState, StatusKeeper
 
 
 class HealedSteps(Protocol):

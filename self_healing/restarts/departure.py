@@ -7,14 +7,14 @@ from typing import Any, NoReturn
 
 from ..checkpoints.choice import newest_checkpoint_of
 from ..checkpoints.marker import step_of
-from ..failures import Action, FailureType
-from ..instrument import is_training
-from ..ranks import Failure
-from ..run.context import RunContext
+from ..failures.recipes import Action, FailureType
+from ..healers.restarts.preemption import Preemption
+from ..instrument.discovery import is_training
+from ..ranks.messages import Failure
+from ..run.record import Ending
+from ..run.run import RunContext
+from ..run.status import RunState
 from .attempts import Attempts
-from .preemption import Preemption
-from .record import Ending
-from .status import RunState
 
 
 class Departure:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 
-from ..classify import describe_exception, text_of
-from ..failures import FailureType
+from ..failures.classify import describe_exception, text_of
+from ..failures.recipes import FailureType
+from ..healers.restarts.ending import RunEnding
 from ..launcher import EXIT_FOR_RESTART, restarts_on_exit
-from .ending import RunEnding
+from ..run.record import Ending
 from .process_exit import end_process_with
-from .record import Ending
 
 
 logger = logging.getLogger("self_healing")

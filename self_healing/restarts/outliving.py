@@ -6,15 +6,15 @@ import logging
 import os
 from typing import Any
 
+from ..healers.restarts.shared_memory import remove_other_states
 from ..instrument.resume_record import loads_more
 from ..launcher import restarts_on_exit
 from ..rollback.rollback import Rollback
 from ..rollback.shared_states import SharedStates, remove_rank
-from ..run.context import RunContext
+from ..run.record import Ending
+from ..run.run import RunContext
 from ..shared_memory import ROOT
 from .attempts import Attempts
-from .memory_start import remove_other_states
-from .record import Ending
 
 
 logger = logging.getLogger("self_healing")

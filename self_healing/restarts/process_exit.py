@@ -7,7 +7,7 @@ import os
 import threading
 import time
 
-from ..processes import end_at_once
+from ..system.processes import end_at_once
 
 
 # Time the interpreter may take to end with a lost device, in seconds.

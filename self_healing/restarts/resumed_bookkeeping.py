@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import consensus
-from ..checkpoints.emergency import owed_in, write_again
 from ..checkpoints.marker import read_marker
-from ..instrument import Instrument, Leave, Pending, load_generated
-from ..run.context import RunContext
+from ..healers.restarts.emergency import owed_in, write_again
+from ..healers.restarts.start import bookkeeping_of
+from ..hf.adapter import Instrument
+from ..instrument.generated import load_generated
+from ..instrument.resume_point import Leave, Pending
+from ..ranks import votes
+from ..run.run import RunContext
 from .attempts import Attempts
-from .start import bookkeeping_of
 
 
 logger = logging.getLogger("self_healing")
@@ -47,12 +49,12 @@ def continue_bookkeeping(
             # Each rank has left its own; what all of them take part in is the same.
             owes = owed_there()
         else:
-            owes = consensus.from_first_rank("what is owed to the checkpoint", owed_there, instrument.view.device)
+            owes = votes.from_first_rank("what is owed to the checkpoint", owed_there, instrument.view.device)
         if owes is not None:
             # A process that had to leave, or was killed after an exception, had no time for it.
             leave = instrument.reentry.deliver_pending(resumed_from, *owes, run.started_at)
             # What several ranks have written together stays as it is, and owes it again if it is resumed from again.
-            if consensus.world_size() == 1 and not attempts.in_memory(resumed_from):
+            if votes.world_size() == 1 and not attempts.in_memory(resumed_from):
                 write_again(instrument, Path(resumed_from), run.run_id, leave, later=run.checksums)
 
 

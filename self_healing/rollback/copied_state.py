@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..extents import Extent, extent_of
-from ..instrument.live_state import LiveState, local
+from ..hf.state import LiveState, local
 from .host_copies import DeviceCopies
 from .host_memory import HostBlock, aligned
 

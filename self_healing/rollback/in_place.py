@@ -7,19 +7,13 @@ from pathlib import Path
 
 import torch
 
-from .. import consensus
-from ..classify import classify_exception
-from ..failures import FailureType
-from ..instrument import (
-    Instrument,
-    free_memory,
-    is_out_of_memory,
-    let_go,
-    optimizer_in_training_mode,
-    reload_checkpoint,
-    with_room,
-)
-from ..instrument.live_state import LiveState
+from ..failures.classify import classify_exception
+from ..failures.recipes import FailureType
+from ..hf.adapter import Instrument
+from ..hf.memory import is_out_of_memory, let_go, with_room
+from ..hf.state import LiveState, optimizer_in_training_mode, reload_checkpoint
+from ..instrument.device_memory import free_memory
+from ..ranks import votes
 from .kept_batches import KeptBatches
 from .ring import SnapshotRing
 from .snapshots import Snapshot
@@ -111,7 +105,7 @@ class StateInPlace:
 
     def try_to_load(self, checkpoint: str) -> bool:
         """Writes a checkpoint over it, if all ranks have it: nodes may have disks of their own."""
-        if not consensus.all_ranks("the checkpoint is here", Path(checkpoint).is_dir(), self.device):
+        if not votes.all_ranks("the checkpoint is here", Path(checkpoint).is_dir(), self.device):
             logger.warning("%s is not there on all ranks, and is not loaded.", checkpoint)
             return False
         failed = False
@@ -126,7 +120,7 @@ class StateInPlace:
 
     def is_sound(self, failed: bool = False) -> bool:
         """Searches it for NaN and Inf."""
-        return consensus.all_ranks(
+        return votes.all_ranks(
             "the state put in place is sound",
             not failed and not self.instrument.view.nonfinite_tensors(),
             self.device,

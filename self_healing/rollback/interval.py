@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
-from ..config import HealingConfig
+from ..config.healing_config import HealingConfig
 from .snapshots import Snapshot
 
 

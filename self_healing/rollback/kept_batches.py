@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..instrument import Control, Recording, Window, on_host
+from ..instrument.kept_step import Control, Recording, on_host
+from ..instrument.window import Window
 from .snapshots import Snapshot
 
 

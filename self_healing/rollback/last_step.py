@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 
-from .. import consensus
-from ..checkpoints.emergency import owing
-from ..instrument import Instrument, Replicas
-from ..instrument.live_state import LiveState
+from ..healers.restarts.emergency import owing
+from ..hf.adapter import Instrument
+from ..hf.replicas import Replicas
+from ..hf.state import LiveState
 from ..instrument.resume_record import ResumeRecord
 from ..journal.journal import Journal
+from ..ranks import votes
 from .copied_state import size_of
 from .rollback import Rollback
+from .shared_memory import AtTheEnd
 from .snapshots import Snapshot
-from .stored_state import AtTheEnd
 
 
 logger = logging.getLogger("self_healing")
@@ -71,7 +72,7 @@ class LastStep:
         # With shards, applying it may be a collective, and the weights are not to be compared.
         finishes = leaves and instrument.owes_update and view.steps_alone
         # What all have raised, all have left, and what their callbacks were to do to the gradients is owed as well.
-        if finishes and consensus.all_reach("a step that was found fit is not applied", _TELLING):
+        if finishes and votes.all_reach("a step that was found fit is not applied", _TELLING):
             finishes = False
         if finishes:
             instrument.finish_step()

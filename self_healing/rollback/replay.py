@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from ..classify import describe_exception
-from ..instrument import EarlierSteps, Recording, TrainingFault, Window
+from ..failures.classify import describe_exception
+from ..instrument.earlier_steps import EarlierSteps
+from ..instrument.kept_step import Recording
+from ..instrument.training_fault import TrainingFault
+from ..instrument.window import Window
 from ..repeatability import tolerance
 from ..signals import StepSignals
 

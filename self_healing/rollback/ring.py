@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..instrument.live_state import LiveState
+from ..hf.state import LiveState
 from .copied_state import size_of
 from .host_copies import SideStream
 from .host_memory import HostBlock, free_host_memory

@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .. import consensus
 from ..checkpoints.marker import missing_steps_in, number_of, step_of
 from ..checkpoints.retention import RunCheckpoints
-from ..config import HealingConfig
-from ..instrument import Instrument, Window
-from ..instrument.live_state import LiveState
+from ..config.healing_config import HealingConfig
+from ..hf.adapter import Instrument
+from ..hf.state import LiveState
+from ..instrument.window import Window
 from ..journal.journal import Journal
+from ..ranks import votes
 from ..run.went_back import Target, WentBack
 from ..signals import StepSignals
 from .in_place import StateInPlace
@@ -197,7 +198,7 @@ class Rollback:
             return Replayed(None, why="the state gone back to is a checkpoint, and steps are kept for those in memory")
         recordings = self.batches.recorded(range(snapshot.as_of, self.in_place.instrument.view.step))
         # One that lacks some (its batches were larger, or memory ran out) replays nothing, and the others do neither.
-        if not consensus.all_ranks("can replay", recordings is not None, self.in_place.device) or recordings is None:
+        if not votes.all_ranks("can replay", recordings is not None, self.in_place.device) or recordings is None:
             why = "not all of the steps since then are kept: their rows were generated, left out, or too many"
             return Replayed(None, why=why)
 

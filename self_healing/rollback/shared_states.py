@@ -12,13 +12,13 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from ..instrument.live_state import LiveState
+from ..hf.state import LiveState
 from ..instrument.resume_record import ResumeRecord
 from ..shared_memory import directory_of, free_shared_memory, hold, is_own, make_directory, this_boot
 from .host_copies import DeviceCopies
 from .host_memory import HostBlock
+from .shared_memory import SUFFIX, AtTheEnd, NotStorable, StateFacts, StateToStore, StateWriter
 from .snapshots import Snapshot
-from .stored_state import SUFFIX, AtTheEnd, NotStorable, StateFacts, StateToStore, StateWriter
 
 
 logger = logging.getLogger("self_healing")

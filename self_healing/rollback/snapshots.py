@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..extents import Search
-from ..instrument.live_state import LiveState
+from ..hf.state import LiveState
 from .copied_state import NewBlock, Place, StateWriter, TensorCopy, by_device, copy_all, leaves, put_back
 from .host_copies import SideStream, Transfer, copies_of
 from .host_memory import HostBlock

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .. import consensus
-from ..instrument import Control
+from ..instrument.kept_step import Control
+from ..ranks import votes
 from .in_place import StateInPlace
 from .kept_batches import KeptBatches
 from .ring import SnapshotRing
@@ -54,7 +54,7 @@ class StateTrials:
 
     def _on_all_ranks(self, control: Control | None) -> Control | None:
         """Returns a step that all ranks have kept; else `None`, for all of them compute it again or none does."""
-        kept = consensus.all_ranks("has a control", control is not None, self._in_place.device)
+        kept = votes.all_ranks("has a control", control is not None, self._in_place.device)
         return control if kept else None
 
     def prefer(self, snapshot: Snapshot) -> None:

@@ -7,14 +7,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .. import consensus
 from ..checkpoints.retention import RunCheckpoints
-from ..config import HealingConfig
-from ..instrument import Control, Window, is_out_of_memory, optimizer_in_training_mode, with_room
-from ..instrument.live_state import LiveState
+from ..config.healing_config import HealingConfig
+from ..hf.memory import is_out_of_memory, with_room
+from ..hf.state import LiveState, optimizer_in_training_mode
+from ..instrument.kept_step import Control
 from ..instrument.resume_record import ResumeRecord
+from ..instrument.window import Window
 from ..journal.journal import Journal
-from ..random_state import RandomState
+from ..ranks import votes
+from ..system.random_state import RandomState
 from .copied_state import size_of
 from .host_memory import free_host_memory
 from .in_place import StateInPlace
@@ -202,7 +204,7 @@ class TrustedStates:
             return False
         live, device = self._in_place.live, self._in_place.device
         # Waited for: the forward passes of an experiment are not those of training, and may write to it.
-        if consensus.any_rank(SET_ASIDE, self._lacks_memory(live, step, {}, wait=True), device):
+        if votes.any_rank(SET_ASIDE, self._lacks_memory(live, step, {}, wait=True), device):
             self._ring.discard()
             logger.warning("Step %d: there is no memory to set the state aside for an experiment.", step)
             return False
@@ -211,7 +213,7 @@ class TrustedStates:
     def _make_room(self) -> bool:
         """Gives up older states until a copy of the one there is now fits on all ranks. All of them have to come."""
         live = self._in_place.live
-        while not consensus.all_ranks("a snapshot fits", self._ring.fits(live), self._in_place.device):
+        while not votes.all_ranks("a snapshot fits", self._ring.fits(live), self._in_place.device):
             if not self._ring.shrink():
                 self._rely_on_disk(size_of(live))
                 return False
@@ -251,7 +253,7 @@ class TrustedStates:
 
         while True:
             # One vote, where it fits. Ranks that have taken it take it again, once all of them have made room.
-            too_large, lacking, *_ = consensus.sum_over_ranks(TAKEN, take(), device)
+            too_large, lacking, *_ = votes.sum_over_ranks(TAKEN, take(), device)
             if not too_large and not lacking:
                 return
             if not (too_large and self._ring.shrink()):
@@ -286,7 +288,7 @@ class TrustedStates:
             bad.extend(self._search(candidate))
             return 0.0, float(bool(bad)), 0.0 if bad else self.interval.share_of_step(candidate)
 
-        torn, unsound, share = consensus.largest(TRUSTED, look(), self._in_place.device)
+        torn, unsound, share = votes.largest(TRUSTED, look(), self._in_place.device)
         if torn:
             self._begin_to_wait(candidate, step)
             return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import HealingConfig
+from ..config.healing_config import HealingConfig
 
 
 class RecoveryBudget:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..classify import classify_exception
-from ..failures import FAILURE_RECIPES, Action, FailureType
-from ..instrument import BatchPlan
+from ..failures.classify import classify_exception
+from ..failures.recipes import FAILURE_RECIPES, Action, FailureType
+from ..instrument.batch_size import BatchPlan
 from ..journal.incident import Incident
 
 

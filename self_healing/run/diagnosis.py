@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..failures import Cause, FailureType
+from ..failures.recipes import Cause, FailureType
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,10 @@ from typing import Any
 from transformers import TrainingArguments
 
 from ..call_shape import CallShape
-from ..failures import IN_PLACE, Action
-from ..instrument import BatchPlan, Instrument, Window
+from ..failures.recipes import IN_PLACE, Action
+from ..hf.adapter import Instrument
+from ..instrument.batch_size import BatchPlan
+from ..instrument.window import Window
 from ..journal.incident import Incident
 from ..journal.journal import Journal
 from .diagnosis import Diagnosis

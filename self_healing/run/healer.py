@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..instrument import Hooks, OutOfMemory, StepPasses, Window
+from ..hf.engine import StepPasses
+from ..hf.memory import OutOfMemory
+from ..instrument.hooks import Hooks
+from ..instrument.window import Window
 from .claims import Claim
 
 

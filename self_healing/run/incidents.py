@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from ..classify import classify_exception
 from ..exceptions import DamagedCheckpointError
-from ..failures import Action, FailureType
+from ..failures.classify import classify_exception
+from ..failures.recipes import Action, FailureType
 from ..journal.incident import Incident
 from ..journal.journal import Journal
 from .outcomes import Outcomes

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .. import consensus
 from ..files import jsonable
+from ..ranks import votes
 
 
 # The vote in which it is told.
@@ -35,7 +35,7 @@ class News:
 
     def tell(self, subject: str, record: Callable[[], Record]) -> None:
         """Tells the other ranks, when all of them meet the next time. Does nothing in a job of one process."""
-        if consensus.world_size() > 1:
+        if votes.world_size() > 1:
             self._untold.append((subject, record))
 
     def on(self, subject: str, take: Callable[[int, Record], None]) -> None:
@@ -44,12 +44,12 @@ class News:
 
     def exchange(self, device: torch.device) -> None:
         """Tells, and takes in what the others tell; every rank has to come."""
-        if consensus.world_size() == 1:
+        if votes.world_size() == 1:
             return
         # Told from other threads as well.
         told = self._untold[:]
         content = json.dumps([[subject, jsonable(record())] for subject, record in told])
-        of_all = consensus.from_every_rank(NEWS, content, device)
+        of_all = votes.from_every_rank(NEWS, content, device)
         del self._untold[: len(told)]
         own = torch.distributed.get_rank()
         for rank, text in enumerate(of_all):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..failures import Action, FailureType
+from ..failures.recipes import Action, FailureType
 from ..files import jsonable
 from ..journal.incident import HEALED, Incident
 from ..journal.journal import Journal

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..classify import is_error, text_of
-from ..failures import Action, FailureType
+from ..failures.classify import is_error, text_of
+from ..failures.recipes import Action, FailureType
+from ..failures.retry import RetryPolicy
 from ..journal.incident import Incident
-from ..retry import RetryPolicy
-from ..run.context import RunContext
+from ..run.run import RunContext
 
 
 logger = logging.getLogger("self_healing")

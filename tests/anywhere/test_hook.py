@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from self_healing import HealingConfig
-from self_healing.anywhere import hook
 from self_healing.anywhere.settings import SITE, environment, settings_of_the_process
+from self_healing.tools.anywhere import hook
 
 
 def python(code: str, given: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -164,7 +164,7 @@ def test_a_package_that_cannot_be_imported_leaves_training_plain(
 ) -> None:
     found = trainers(TRAINER)
     hook.heal_trainers_of(found)
-    monkeypatch.setitem(sys.modules, "self_healing.anywhere.entering", None)
+    monkeypatch.setitem(sys.modules, "self_healing.tools.anywhere.entering", None)
     assert found.Trainer().train() == "trained"
     assert "This training is not healed" in capsys.readouterr().err
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 pytestmark = pytest.mark.slow
 
 SCRIPTS = Path(sys.executable).parent
-HEALED = [sys.executable, "-m", "self_healing.cli", "run"]
+HEALED = [sys.executable, "-m", "self_healing.tools.cli", "run"]
 
 # The model's own code, as a repository on the Hub brings it along (`trust_remote_code`).
 MODEL = """

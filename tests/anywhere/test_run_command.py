@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from self_healing import HealingConfig
-from self_healing.anywhere import hook, program
-from self_healing.cli import app
+from self_healing.tools.anywhere import hook, program
+from self_healing.tools.cli import app
 
 
 def run(*arguments: str, **environment: str) -> Result:

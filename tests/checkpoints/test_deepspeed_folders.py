@@ -20,7 +20,7 @@ from self_healing.checkpoints.choice import resolve_checkpoint
 from self_healing.checkpoints.deepspeed import ZeroJob, why_of_another_job
 from self_healing.checkpoints.marker import write_marker
 from self_healing.checkpoints.vetting import may_be_loaded, vet
-from self_healing.cli import app
+from self_healing.tools.cli import app
 
 
 # Three matrices of a model; over two ranks the last one does not come out even.

@@ -16,12 +16,14 @@ from transformers.utils.hub import hf_api
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.data.quarantine import QUARANTINE_FILE
 from self_healing.hangs.exits import HANGS_FILE
-from self_healing.instrument import leave_out_of_uploads
-from self_healing.instrument.generated import GENERATED_FILE
-from self_healing.memory.sizes import SIZES_FILE
-from self_healing.own_files import (
+from self_healing.healers.oom.sizes import SIZES_FILE
+from self_healing.instrument.uploads import leave_out_of_uploads
+from self_healing.restarts.progress_mark import PROGRESS_FILE
+from self_healing.run.record import RECORD_FILE
+from self_healing.system.files import (
     EMERGENCY_DIR,
     EVENTS_FILE,
+    GENERATED_FILE,
     GITIGNORE,
     MARKER_FILE,
     PINNED_DIR,
@@ -29,8 +31,6 @@ from self_healing.own_files import (
     hide_from_uploads,
     own_patterns,
 )
-from self_healing.restarts.progress_mark import PROGRESS_FILE
-from self_healing.restarts.record import RECORD_FILE
 
 
 class Hub:

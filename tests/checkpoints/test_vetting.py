@@ -30,7 +30,7 @@ from self_healing.checkpoints.choice import (
 )
 from self_healing.checkpoints.marker import ChecksumQueue, change_marker, load_marker, set_standing, write_marker
 from self_healing.checkpoints.vetting import Readers, Verdict, vet, why_not_here
-from self_healing.cli import app
+from self_healing.tools.cli import app
 
 
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
 from self_healing.data.collator import GuardedCollator
-from self_healing.data.guard import Guard
-from self_healing.data.stream import GuardedStream
+from self_healing.healers.data.guard import Guard
+from self_healing.healers.data.streams import GuardedStream
 
 
 class Popping:

@@ -26,13 +26,13 @@ from transformers import Trainer, TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
 from self_healing.data.collator import GuardedCollator
-from self_healing.data.dataset import GuardedDataset
-from self_healing.data.guard import DataSourceError, Guard
-from self_healing.data.known_bad_samples import KnownBadSamples
 from self_healing.data.quarantine import Quarantine
 from self_healing.data.substitutes import candidates
+from self_healing.failures.retry import RetryPolicy
+from self_healing.healers.data.datasets import GuardedDataset
+from self_healing.healers.data.guard import DataSourceError, Guard
+from self_healing.healers.data.quarantine import KnownBadSamples
 from self_healing.instrument.loading import TrainingLoader
-from self_healing.retry import RetryPolicy
 
 
 BAD = (5, 17)

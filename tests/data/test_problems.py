@@ -12,10 +12,10 @@ import torch
 from conftest import quarantined
 from datasets import Dataset
 
-from self_healing.data.guard import Guard
 from self_healing.data.problems import EMPTY, comes_without_labels, find_problem, has_no_labels
 from self_healing.data.quarantine import Quarantine
-from self_healing.data.stream import GuardedStream
+from self_healing.healers.data.guard import Guard
+from self_healing.healers.data.streams import GuardedStream
 
 
 @pytest.mark.parametrize("ids", [[], (), np.empty(0), torch.empty(0), torch.empty(1, 0)])

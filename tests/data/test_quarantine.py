@@ -13,9 +13,9 @@ from transformers import set_seed
 
 from self_healing import SelfHealingCallback
 from self_healing.data.bad_sample import BadSample
-from self_healing.data.known_bad_samples import POISON
 from self_healing.data.quarantine import Quarantine, QuarantinedRow, dataset_fingerprint, why_not_appendable
 from self_healing.data.substitutes import candidates
+from self_healing.healers.data.quarantine import POISON
 
 
 @pytest.mark.parametrize("kind", ["poison", "raising"])

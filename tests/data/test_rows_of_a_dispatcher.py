@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 from transformers import set_seed
 
 from self_healing import SelfHealingCallback
-from self_healing.batch_layout import Layout
-from self_healing.instrument.row_sources import DataPosition
-from self_healing.objectives import objective_named
+from self_healing.hf.batches import Layout
+from self_healing.hf.dataloader import DataPosition
+from self_healing.hf.objective import objective_named
 
 
 _POISONED = (5, 17, 30, 44)

@@ -14,9 +14,9 @@ from datasets import Dataset, IterableDataset
 from test_data import BAD, Counted, known, rows_of, trainer_on
 from torch.utils.data import DataLoader
 
-from self_healing.data.guard import DataSourceError, Guard
-from self_healing.data.stream import GuardedStream
-from self_healing.retry import RetryPolicy
+from self_healing.failures.retry import RetryPolicy
+from self_healing.healers.data.guard import DataSourceError, Guard
+from self_healing.healers.data.streams import GuardedStream
 
 
 def tokenized(example: dict[str, Any]) -> dict[str, Any]:

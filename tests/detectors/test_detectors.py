@@ -16,26 +16,21 @@ from hypothesis import strategies as st
 
 import self_healing.detectors as detectors
 from self_healing import HealingConfig, StepSignals
-from self_healing.detectors import (
-    CoSpikeDetector,
-    DeadLossDetector,
-    DetectorPanel,
-    DivergenceDetector,
-    GradientSpikeDetector,
-    LogTrend,
-    LossSpikeDetector,
-    NeverLearnedDetector,
-    NonFiniteDetector,
+from self_healing.detectors.nonfinite import NonFiniteDetector
+from self_healing.detectors.sorted_window import SortedWindow
+from self_healing.detectors.stillness import DeadLossDetector, NeverLearnedDetector, VanishingGradientDetector
+from self_healing.detectors.symptom import Symptom
+from self_healing.detectors.usual import UsualSpikes
+from self_healing.healers.numerics.detectors.divergence import DivergenceDetector
+from self_healing.healers.numerics.detectors.panel import DetectorPanel
+from self_healing.healers.numerics.detectors.progress import (
     OverfittingDetector,
     PlateauDetector,
     SlowRiseDetector,
-    Symptom,
-    VanishingGradientDetector,
+    theil_sen,
 )
-from self_healing.detectors.progress import theil_sen
-from self_healing.detectors.sorted_window import SortedWindow
-from self_healing.detectors.trend import Reading
-from self_healing.detectors.usual import UsualSpikes
+from self_healing.healers.numerics.detectors.spikes import CoSpikeDetector, GradientSpikeDetector, LossSpikeDetector
+from self_healing.healers.numerics.detectors.trend import LogTrend, Reading
 
 
 def noise(count: int, level: float = 2.0, spread: float = 0.05, seed: int = 0) -> list[float]:

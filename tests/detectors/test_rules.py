@@ -25,20 +25,12 @@ from hypothesis import strategies as st
 from transformers import Trainer, TrainerCallback
 from typer.testing import CliRunner, Result
 
-from self_healing.cli import app
-from self_healing.detectors import Symptom, rules
-from self_healing.detectors.rules import (
-    OBJECTIVES,
-    Condition,
-    MetricRule,
-    MetricRules,
-    RuleAction,
-    RuleError,
-    load_rules,
-    rules_for,
-    rules_to_toml,
-)
-from self_healing.detectors.symptom import Severity
+from self_healing.detectors import rules
+from self_healing.detectors.rules.rule import OBJECTIVES, Condition, MetricRule, RuleAction, rules_for
+from self_healing.detectors.rules.table import RuleError, load_rules, rules_to_toml
+from self_healing.detectors.symptom import Severity, Symptom
+from self_healing.healers.numerics.detectors.rules import MetricRules
+from self_healing.tools.cli import app
 
 
 CURVES = Path(__file__).parents[1] / "data" / "curves"

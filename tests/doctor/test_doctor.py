@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from self_healing.cli import app
-from self_healing.doctor.doctor import Setting, coverage_of, judge
-from self_healing.doctor.machine import Disk, Machine, look_at_disk, look_at_machine
+from self_healing.tools.cli import app
+from self_healing.tools.doctor import Setting, coverage_of, judge
+from self_healing.tools.doctor_machine import Disk, Machine, look_at_disk, look_at_machine
 
 
 GIB = 1 << 30

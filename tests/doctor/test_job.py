@@ -11,8 +11,8 @@ import torch
 from started_ranks import StartedRanks
 from wrong_product import WrongProduct
 
-from self_healing.doctor.doctor import Setting, judge
-from self_healing.doctor.machine import Disk, Job, Machine, changed_on_the_way, check_device, is_in_job
+from self_healing.tools.doctor import Setting, judge
+from self_healing.tools.doctor_machine import Disk, Job, Machine, changed_on_the_way, check_device, is_in_job
 
 
 CPU = torch.device("cpu")

@@ -17,10 +17,10 @@ from self_healing import Action, HealingConfig
 from self_healing.hangs import healer as hangs_healer
 from self_healing.hangs.exits import HangExits
 from self_healing.hangs.healer import HangWatch
-from self_healing.hangs.watchdog import TrainingHang, Watchdog
-from self_healing.instrument.sections import Heartbeat
+from self_healing.healers.hangs.watchdog import TrainingHang, Watchdog
+from self_healing.hf.sections import Heartbeat
 from self_healing.journal.journal import Journal
-from self_healing.ranks import OtherRanks
+from self_healing.ranks.others import OtherRanks
 
 
 class Watching:

@@ -18,15 +18,16 @@ import torch
 from conftest import journal
 
 from self_healing import Action, FailureType, HealingConfig, Incident
-from self_healing.hangs import watchdog
 from self_healing.hangs.exits import HangExits
 from self_healing.hangs.stacks import current_frames, line_of
-from self_healing.hangs.watchdog import TrainingHang, Watchdog
 from self_healing.hangs.working import processor_seconds
-from self_healing.instrument.sections import Heartbeat
+from self_healing.healers.hangs import watchdog
+from self_healing.healers.hangs.watchdog import TrainingHang, Watchdog
+from self_healing.hf.sections import Heartbeat
 from self_healing.journal.journal import Journal
 from self_healing.launcher import EXIT_FOR_RESTART
-from self_healing.ranks import Failure, OtherRanks, Position
+from self_healing.ranks.messages import Failure, Position
+from self_healing.ranks.others import OtherRanks
 
 
 class Left(BaseException):
@@ -391,7 +392,7 @@ def test_the_workers_that_the_training_thread_waited_for_are_ended_and_named(
     monkeypatch: pytest.MonkeyPatch,
     ended: list[int],
 ) -> None:
-    monkeypatch.setattr("self_healing.hangs.watchdog.end_awaited_workers", lambda frame: ended)
+    monkeypatch.setattr("self_healing.instrument.loader_workers.end_awaited_workers", lambda frame: ended)
     watched = watch(recovers=True)
     watched.hang(12.0)
     watched.interrupted()
@@ -479,7 +480,7 @@ def test_a_run_that_ends_while_its_hang_is_written_down_is_neither_waited_for_no
     watch: Callable[..., Watched], sent: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = watch(recovers=True)
-    monkeypatch.setattr("self_healing.hangs.watchdog.write_stacks", lambda *_: watched.stopping.set())
+    monkeypatch.setattr("self_healing.hangs.stacks.write_stacks", lambda *_: watched.stopping.set())
     watched.hang(10.5)
     assert sent == []
     assert watched.watchdog._alarm is None
@@ -579,7 +580,7 @@ def test_what_is_done_about_a_hang_keeps_no_process_from_its_end(
 ) -> None:
     seen: list[bool] = []
     monkeypatch.setattr(
-        "self_healing.hangs.watchdog.write_stacks", lambda *_: seen.append(threading.current_thread().daemon)
+        "self_healing.hangs.stacks.write_stacks", lambda *_: seen.append(threading.current_thread().daemon)
     )
     watch(hang_action="notify").hang(12.0)
     assert seen == [True]

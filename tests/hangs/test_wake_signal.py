@@ -15,7 +15,7 @@ from types import FrameType
 import psutil
 import pytest
 
-from self_healing.hangs.wake_signal import WakeSignal, _catches, own_signals
+from self_healing.healers.hangs.threads import WakeSignal, _catches, own_signals
 
 
 class MadeUpWatchdog:

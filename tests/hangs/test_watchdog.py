@@ -36,12 +36,12 @@ from conftest import (
 from transformers import TrainerCallback
 
 from self_healing import FailureType, HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.classify import classify_exception
-from self_healing.data.guard import Guard
-from self_healing.data.reading import SourceReader
+from self_healing.failures.classify import classify_exception
 from self_healing.hangs.exits import HangExits
-from self_healing.hangs.watchdog import TrainingHang, Watchdog
-from self_healing.instrument.sections import Heartbeat
+from self_healing.healers.data.guard import Guard
+from self_healing.healers.data.sources import SourceReader
+from self_healing.healers.hangs.watchdog import TrainingHang, Watchdog
+from self_healing.hf.sections import Heartbeat
 from self_healing.journal.incident import Incident
 from self_healing.journal.journal import Journal
 
@@ -501,7 +501,7 @@ def test_stacks_that_cannot_be_written_do_not_stop_the_recovery(tmp_path: Path) 
 
 
 def test_a_disk_that_hangs_as_well_does_not_stop_the_recovery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("self_healing.hangs.watchdog._BOUND", 0.5)
+    monkeypatch.setattr("self_healing.healers.hangs.watchdog._BOUND", 0.5)
     began = time.monotonic()
     with Desk(tmp_path) as desk:
         desk.journal.open = lambda *_, **__: time.sleep(30)  # type: ignore[assignment,method-assign,func-returns-value]

@@ -11,7 +11,7 @@ from conftest import grpo_trainer, journal, prompts
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback
-from self_healing.instrument import TrainerView
+from self_healing.hf.view import TrainerView
 
 
 AFTER, STEPS = 3, 6

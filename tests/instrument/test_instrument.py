@@ -14,20 +14,18 @@ import torch
 from conftest import assert_same_weights, logged, sft_trainer, weights
 from transformers import TrainerCallback
 
-from self_healing.batch_layout import Layout
-from self_healing.instrument import (
-    EarlierSteps,
-    Hooks,
-    Instrument,
-    StepEngine,
-    StepExperiments,
-    TrainingFault,
-    Window,
-    bookkeeping,
-)
-from self_healing.instrument.bookkeeping import Bookkeeper
-from self_healing.instrument.row_sources import DataPosition
-from self_healing.objectives import objective_named
+from self_healing.hf import trainer_state
+from self_healing.hf.adapter import Instrument
+from self_healing.hf.batches import Layout
+from self_healing.hf.dataloader import DataPosition
+from self_healing.hf.engine import StepEngine
+from self_healing.hf.experiments import StepExperiments
+from self_healing.hf.objective import objective_named
+from self_healing.hf.trainer_state import Bookkeeper
+from self_healing.instrument.earlier_steps import EarlierSteps
+from self_healing.instrument.hooks import Hooks
+from self_healing.instrument.training_fault import TrainingFault
+from self_healing.instrument.window import Window
 
 
 _T = TypeVar("_T")
@@ -320,13 +318,13 @@ def test_a_step_that_repeats_is_counted_once() -> None:
 
 def test_metrics_are_put_back_whole_or_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = {"train": {"reward": [1.0]}, "eval": {"reward": [0.5]}}
-    mark, put_back = bookkeeping._mark(metrics), bookkeeping._unmark
+    mark, put_back = trainer_state._mark(metrics), trainer_state._unmark
     metrics["train"]["reward"].append(2.0)
 
     def interrupted(mark: Any) -> Any:
         raise TimeoutError
 
-    monkeypatch.setattr(bookkeeping, "_unmark", interrupted)
+    monkeypatch.setattr(trainer_state, "_unmark", interrupted)
     with pytest.raises(TimeoutError):
         put_back(mark)
     monkeypatch.undo()

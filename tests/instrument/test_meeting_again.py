@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from self_healing.config import ConfigurationError
+from self_healing.config.setting import ConfigurationError
 from self_healing.meeting import _meet
 
 

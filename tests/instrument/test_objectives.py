@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from self_healing.batch_layout import content_hash, layout_of, select_rows
-from self_healing.objectives import Objective
+from self_healing.hf.batches import content_hash, layout_of, select_rows
+from self_healing.hf.objective import Objective
 
 
 SFT = Objective("sft")

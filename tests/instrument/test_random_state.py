@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from self_healing import random_state
-from self_healing.random_state import RandomState
+from self_healing.system import random_state
+from self_healing.system.random_state import RandomState
 
 
 CPU = torch.device("cpu")
@@ -149,7 +149,7 @@ def test_the_second_of_a_pair_that_is_put_back_with_an_earlier_state_is_noticed(
 
 
 def test_another_generator_of_numpy_is_not_looked_into(monkeypatch) -> None:
-    monkeypatch.setattr("self_healing.random_state._bit_generator", lambda: np.random.PCG64(0))
+    monkeypatch.setattr("self_healing.system.random_state._bit_generator", lambda: np.random.PCG64(0))
     first = RandomState.capture(CPU)
     second = RandomState.capture(CPU, since=first)
 

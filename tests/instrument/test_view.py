@@ -9,9 +9,9 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from self_healing.instrument.replacing import Replacements
-from self_healing.instrument.view import TrainerView
-from self_healing.objectives import Objective
+from self_healing.hf.objective import Objective
+from self_healing.hf.patching import Replacements
+from self_healing.hf.view import TrainerView
 
 
 class Sharded(TrainerView):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from self_healing.instrument.replacing import Replacements
-from self_healing.instrument.zero import load_as_written, loading_as_written
+from self_healing.hf.deepspeed import load_as_written, loading_as_written
+from self_healing.hf.patching import Replacements
 
 
 class Engine:

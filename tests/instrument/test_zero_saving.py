@@ -11,7 +11,7 @@ import pytest
 import torch
 from forked_pairs import run_pair
 
-from self_healing.instrument.saving_together import CouldNotBeWritten, SavingTogether
+from self_healing.hf.saving import CouldNotBeWritten, SavingTogether
 
 
 class TorchCheckpointEngine:

@@ -19,7 +19,7 @@ from conftest import OutputFault, journal, sft_trainer
 from self_healing import ConfigurationError, HealingConfig, SelfHealingCallback
 
 
-PLUGIN = "self_healing.integrations.axolotl.SelfHealingPlugin"
+PLUGIN = "self_healing.tools.anywhere.axolotl.SelfHealingPlugin"
 
 
 class BasePlugin:
@@ -60,7 +60,7 @@ class PluginManager:
 def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Has loaded the plugin by its name, as `plugins:` in a YAML file has it done."""
     monkeypatch.delenv("SELF_HEALING_PRESET", raising=False)
-    monkeypatch.delitem(sys.modules, "self_healing.integrations.axolotl", raising=False)
+    monkeypatch.delitem(sys.modules, "self_healing.tools.anywhere.axolotl", raising=False)
     try:
         from axolotl.integrations.base import PluginManager as Real
 
@@ -74,7 +74,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     manager.register(PLUGIN)
     assert list(manager.plugins) == [PLUGIN]
     yield manager
-    sys.modules.pop("self_healing.integrations.axolotl", None)
+    sys.modules.pop("self_healing.tools.anywhere.axolotl", None)
 
 
 def train(output_dir: Path, tokenizer: Any, manager: Any, cfg: dict[str, Any]) -> Any:

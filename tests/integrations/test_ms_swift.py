@@ -19,7 +19,7 @@ from trl import SFTTrainer
 from self_healing import HealingConfig, SelfHealingCallback
 
 
-PLUGIN = "self_healing.integrations.ms_swift"
+PLUGIN = "self_healing.tools.anywhere.ms_swift"
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from self_healing import Action, FailureType, Incident
-from self_healing.failures import Cause
+from self_healing.failures.recipes import Cause
 
 
 SECRET = "the text of a sample"

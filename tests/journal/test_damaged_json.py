@@ -15,12 +15,12 @@ from conftest import journal, sft_trainer
 from transformers import PreTrainedConfig, TrainerState
 
 from self_healing import HealingConfig, Incident, SelfHealingCallback, SelfHealingTrainer
-from self_healing.assembly import Run, assemble
 from self_healing.checkpoints.vetting import vet
-from self_healing.failures import FailureType
+from self_healing.failures.recipes import FailureType
+from self_healing.healers.assembly import Run, assemble
+from self_healing.healers.restarts.start import start_of, still_alive
 from self_healing.launcher import launch_of
-from self_healing.restarts.record import RECORD_FILE, Ending, RunRecord, UnreadableRecordError
-from self_healing.restarts.start import start_of, still_alive
+from self_healing.run.record import RECORD_FILE, Ending, RunRecord, UnreadableRecordError
 
 
 Path_ = tuple[str | int, ...]

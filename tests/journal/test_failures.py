@@ -20,7 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from torch.distributed import DistBackendError
 
 from self_healing import FAILURE_RECIPES, Action, FailureType, classify_exception
-from self_healing.classify import describe_exception, http_status, is_nonfinite_exception
+from self_healing.failures.classify import describe_exception, http_status, is_nonfinite_exception
 
 
 def http_error(status: int) -> HfHubHTTPError:

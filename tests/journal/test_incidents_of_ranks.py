@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from self_healing import HealingConfig
-from self_healing.failures import FailureType
+from self_healing.failures.recipes import FailureType
 from self_healing.journal import journal as module
 from self_healing.journal.incident import Incident
 from self_healing.journal.journal import Journal

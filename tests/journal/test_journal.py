@@ -318,8 +318,8 @@ def test_the_postmortem_is_strict_json_though_the_values_were_not_finite(tmp_pat
     [
         "self_healing.detectors.nonfinite.NonFiniteDetector.judge",
         "self_healing.rollback.kept_batches.KeptBatches.note_healthy",
-        "self_healing.instrument.bookkeeping.Bookkeeper.capture",
-        "self_healing.instrument.reentry.Reentry.step_ends",
+        "self_healing.hf.trainer_state.Bookkeeper.capture",
+        "self_healing.hf.reentry.Reentry.step_ends",
         "self_healing.journal.journal.Journal.metrics",
         "self_healing.instrument.Instrument.attach",
         "self_healing.instrument.Window.signals",
@@ -360,7 +360,7 @@ def test_a_failure_of_ours_while_healing_leaves_the_step_out(
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a bug of ours")
 
-    monkeypatch.setattr("self_healing.numerics.diagnosis.find_poison_rows", fail)
+    monkeypatch.setattr("self_healing.healers.numerics.diagnosis.find_poison_rows", fail)
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
     fault = OutputFault(trainer.model, strike=lambda forward: forward in (5, 7))
     trainer.train()
@@ -378,7 +378,7 @@ def test_a_failure_of_ours_while_recovering_leaves_the_users_exception(
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a bug of ours")
 
-    monkeypatch.setattr("self_healing.recovery.classify_exception", fail)
+    monkeypatch.setattr("self_healing.failures.classify.classify_exception", fail)
     trainer = sft_trainer(tmp_path, tokenizer)
     RaisingForward(trainer.model, lambda forward: forward == 3, lambda: error)
     with pytest.raises(ConnectionError) as caught:

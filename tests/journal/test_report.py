@@ -15,7 +15,7 @@ from self_healing import Action, FailureType, HealingConfig, HealingReport
 from self_healing.journal.incident import Incident
 from self_healing.journal.journal import Journal
 from self_healing.journal.postmortem import Postmortem, read_errors_of_other_ranks
-from self_healing.restarts.status import STATUS_FILE, RunState, RunStatus
+from self_healing.run.status import STATUS_FILE, RunState, RunStatus
 
 
 def write(directory: Path, *events: dict[str, Any]) -> Path:

@@ -35,10 +35,10 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.anywhere.entering import way_in
-from self_healing.anywhere.hook import VARIABLE
 from self_healing.anywhere.settings import environment
 from self_healing.journal.terminal import Terminal
+from self_healing.tools.anywhere.entering import way_in
+from self_healing.tools.anywhere.hook import VARIABLE
 
 
 def speakers() -> list[logging.Handler]:

@@ -21,8 +21,8 @@ from transformers import (
     set_seed,
 )
 
-from self_healing.memory.calls import ModelCalls
-from self_healing.memory.sizes import KnownSizes
+from self_healing.healers.oom.calls import ModelCalls
+from self_healing.healers.oom.sizes import KnownSizes
 
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}

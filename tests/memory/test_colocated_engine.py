@@ -15,8 +15,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
 from self_healing.call_shape import CallShape
-from self_healing.instrument.out_of_memory import caught
-from self_healing.memory.sizes import SIZES_FILE, KnownSizes
+from self_healing.healers.oom.sizes import SIZES_FILE, KnownSizes
+from self_healing.hf.memory import caught
 
 
 class Engine:

@@ -44,7 +44,7 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.memory.sizes import SIZES_FILE
+from self_healing.healers.oom.sizes import SIZES_FILE
 
 
 def out_of_memory(rows: int) -> torch.OutOfMemoryError:
@@ -968,7 +968,7 @@ class TestOtherwise:
         def fails(*_: Any) -> None:
             raise KeyError("a bug")
 
-        monkeypatch.setattr("self_healing.memory.healer.MemoryHealer.handle_oom", fails)
+        monkeypatch.setattr("self_healing.healers.oom.healer.MemoryHealer.handle_oom", fails)
         trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
         TooManyRows(trainer.model, 1)
         with pytest.raises(torch.OutOfMemoryError):

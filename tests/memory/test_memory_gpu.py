@@ -17,13 +17,13 @@ from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.instrument.live_state import live_state_of
-from self_healing.memory.sizes import SIZES_FILE
-from self_healing.random_state import RandomState
+from self_healing.healers.oom.sizes import SIZES_FILE
+from self_healing.hf.state import live_state_of
 from self_healing.rollback.copied_state import size_of
 from self_healing.rollback.host_copies import DeviceCopies, SideStream, Transfer, copies_of
 from self_healing.rollback.ring import SnapshotRing
 from self_healing.run.went_back import Target
+from self_healing.system.random_state import RandomState
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -437,7 +437,7 @@ class TestCopies:
         expected = {name: tensor.detach().clone() for name, tensor in live.parameters.items()}
         cuda = copies_of("cuda")
         assert cuda is not None
-        monkeypatch.setattr("self_healing.rollback.snapshots.copies_of", {"cuda": Slow(cuda)}.get)
+        monkeypatch.setattr("self_healing.rollback.host_copies.copies_of", {"cuda": Slow(cuda)}.get)
         ring._streams.clear()
         aside = ring.take(live, 3, {})
         ring.restore(trusted, live)

@@ -14,9 +14,9 @@ from made_up_run import MadeUpRun, MadeUpWindow
 
 from self_healing import Action, FailureType, UnrecoverableTrainingError
 from self_healing.call_shape import CallShape
-from self_healing.instrument import OutOfMemory
-from self_healing.memory.healer import MemoryHealer
-from self_healing.memory.sizes import SIZES_FILE, KnownSizes, MemoryRemedies, MemoryState, SizesFile
+from self_healing.healers.oom.healer import MemoryHealer
+from self_healing.healers.oom.sizes import SIZES_FILE, KnownSizes, MemoryRemedies, MemoryState, SizesFile
+from self_healing.hf.memory import OutOfMemory
 
 
 FIGURES = {"host_used": 10**9, "host_available": 10**9}

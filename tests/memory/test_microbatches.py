@@ -21,7 +21,7 @@ from test_memory import TooManyRows, assert_same_run, run
 from transformers import DataCollatorWithFlattening
 from trl import SFTTrainer
 
-from self_healing.memory.microbatches import Microbatches
+from self_healing.healers.oom.microbatches import Microbatches
 
 
 def only_with_gradients() -> bool:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from self_healing.call_shape import CallShape, Kind
-from self_healing.memory.sizes import KnownSizes
+from self_healing.healers.oom.sizes import KnownSizes
 
 
 def train(rows: int, length: int = 512) -> CallShape:

@@ -10,7 +10,7 @@ import torch
 from conftest import OutputFault, assert_same_weights, journal, logged, losses, plain_trainer, weights
 
 from self_healing import HealingConfig, SelfHealingCallback
-from self_healing.detectors import DetectorPanel
+from self_healing.healers.numerics.detectors.panel import DetectorPanel
 
 
 class _Replayed(torch.autograd.Function):

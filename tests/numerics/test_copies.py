@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from trl import BEMACallback, SFTTrainer
 
 from self_healing import HealingConfig, HealingReport, SelfHealingCallback
-from self_healing.numerics import corrupted_state
+from self_healing.healers.numerics import nonfinite
 
 
 NAN, INF = float("nan"), float("inf")
@@ -248,7 +248,7 @@ def test_they_are_looked_at_after_a_rollback_and_at_the_end_alone(
     fault: Any, looks: int, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[Any] = []
-    look = corrupted_state.nonfinite_copies
-    monkeypatch.setattr(corrupted_state, "nonfinite_copies", lambda trainer: looked.append(trainer) or look(trainer))
+    look = nonfinite.nonfinite_copies
+    monkeypatch.setattr(nonfinite, "nonfinite_copies", lambda trainer: looked.append(trainer) or look(trainer))
     train(tmp_path, tokenizer, *fault, Keeper(averaged))
     assert len(looked) == looks

@@ -35,8 +35,9 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.detectors import SlowRiseDetector, Symptom
-from self_healing.numerics.policy import StepPolicy
+from self_healing.detectors.symptom import Symptom
+from self_healing.healers.numerics.detectors.progress import SlowRiseDetector
+from self_healing.healers.numerics.ladder import StepPolicy
 
 
 def of_kind(directory: Path, kind: str) -> list[dict[str, Any]]:

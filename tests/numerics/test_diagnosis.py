@@ -11,8 +11,8 @@ import pytest
 from made_up_run import MadeUpWindow
 
 from self_healing import FailureType
-from self_healing.failures import Cause
-from self_healing.numerics.diagnosis import diagnose_rise, diagnose_stillness
+from self_healing.failures.recipes import Cause
+from self_healing.healers.numerics.diagnosis import diagnose_rise, diagnose_stillness
 from self_healing.numerics.resume_trial import ResumeTrial, try_older_checkpoints
 from self_healing.signals import StepSignals
 
@@ -80,7 +80,7 @@ def kept_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         def loss_of(self, control: Any) -> float:
             return self.window.trials.kept[self.window.state]
 
-    monkeypatch.setattr("self_healing.numerics.diagnosis.EarlierSteps", EarlierSteps)
+    monkeypatch.setattr("self_healing.healers.numerics.diagnosis.EarlierSteps", EarlierSteps)
 
 
 def rise(results: dict[Any, tuple[float, float]], kept: dict[Any, float] | None = None) -> tuple[Any, Window, Trials]:

@@ -11,12 +11,12 @@ import pytest
 from conftest import off_the_ladder
 
 from self_healing import FAILURE_RECIPES, Action, FailureType, HealingConfig
-from self_healing.detectors import Symptom
-from self_healing.failures import INSPECTIONS, Cause
-from self_healing.numerics.diagnosis import Diagnosis
+from self_healing.detectors.symptom import Symptom
+from self_healing.failures.recipes import INSPECTIONS, Cause
+from self_healing.healers.numerics.ladder import Decision, StepPolicy
 from self_healing.numerics.ladder import RollbackLadder
-from self_healing.numerics.policy import Decision, StepPolicy
 from self_healing.run.budget import RecoveryBudget
+from self_healing.run.diagnosis import Diagnosis
 
 
 # What ends an incident for which there is no patience left.

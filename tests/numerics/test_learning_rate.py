@@ -18,7 +18,7 @@ from self_healing import (
     SelfHealingCallback,
     SelfHealingTrainer,
 )
-from self_healing.numerics.learning_rate import LearningRateControl
+from self_healing.healers.numerics.learning_rate import LearningRateControl
 from self_healing.run.went_back import Target
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from conftest import Starter, every_fault, job_log, job_result
 
-from self_healing.chaos.faults import KINDS, parse_fault
-from self_healing.chaos.rehearsal import survived
+from self_healing.tools.chaos.faults import KINDS, parse_fault
+from self_healing.tools.chaos.rehearsal import survived
 
 
 pytestmark = pytest.mark.slow

@@ -33,19 +33,15 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.instrument import (
-    EarlierSteps,
-    StepExperiments,
-    Window,
-    bookkeeping,
-    experiments,
-    fewer_rows,
-    step_record,
-    view,
-)
-from self_healing.instrument.accelerate_engine import AccelerateEngine
-from self_healing.memory.microbatches import Microbatches
-from self_healing.numerics.judge import StepJudge
+from self_healing.healers.numerics.judge import StepJudge
+from self_healing.healers.oom.microbatches import Microbatches
+from self_healing.hf import experiments, trainer_state, view
+from self_healing.hf import step as step_record
+from self_healing.hf.experiments import StepExperiments
+from self_healing.hf.training_step import AccelerateEngine
+from self_healing.instrument import fewer_rows
+from self_healing.instrument.earlier_steps import EarlierSteps
+from self_healing.instrument.window import Window
 from self_healing.numerics.nonfinite import NonfiniteHealer
 from self_healing.rollback import in_place
 from self_healing.rollback.ring import SnapshotRing
@@ -274,7 +270,9 @@ PLACES = {
     "NaN weights: putting a state back": Place(nan_weights, SnapshotRing, "restore", "stopped", repairs=True),
     "NaN weights: applying steps again": Place(nan_weights, EarlierSteps, "_loss", "ended"),
     "NaN weights: the update of such a step": Place(nan_weights, AccelerateEngine, "_clip", "ended"),
-    "NaN weights: the buffers they leave": Place(nan_weights, bookkeeping.Bookkeeper, "with_buffers_of_now", "ended"),
+    "NaN weights: the buffers they leave": Place(
+        nan_weights, trainer_state.Bookkeeper, "with_buffers_of_now", "ended"
+    ),
     "before a save: the search for NaN": Place(nan_before_a_save, view, "nonfinite_tensors", "stopped"),
     "before a save: putting a state back": Place(nan_before_a_save, SnapshotRing, "restore", "stopped", repairs=True),
     "before a save: applying steps again": Place(nan_before_a_save, EarlierSteps, "_loss", "ended"),
@@ -442,7 +440,7 @@ def test_a_run_in_which_nothing_is_healed_is_not_stopped_for_memory(
 def test_the_state_a_step_begins_from_is_copied_at_the_second_attempt(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, undisturbed: Any, caplog: Any
 ) -> None:
-    place = Place(healthy, bookkeeping, "_clone", "ended")
+    place = Place(healthy, trainer_state, "_clone", "ended")
     memory, _, found, _ = run_out(place, 1, tmp_path, tokenizer, monkeypatch)
 
     assert memory.fired == 1

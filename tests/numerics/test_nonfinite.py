@@ -26,7 +26,7 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.assembly import assemble
+from self_healing.healers.assembly import assemble
 
 
 def incidents(output_dir: Path) -> list[dict[str, Any]]:

@@ -16,10 +16,10 @@ from self_healing import (
     Incident,
     SelfHealingCallback,
 )
-from self_healing.assembly import assemble
-from self_healing.failures import IN_PLACE
+from self_healing.failures.recipes import IN_PLACE
+from self_healing.healers.assembly import assemble
+from self_healing.healers.numerics.ladder import Decision, StepPolicy
 from self_healing.numerics.ladder import RollbackLadder
-from self_healing.numerics.policy import Decision, StepPolicy
 from self_healing.run.budget import RecoveryBudget
 from self_healing.run.went_back import Target
 

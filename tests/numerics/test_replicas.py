@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from self_healing.instrument.replicas import (
+from self_healing.healers.numerics.replicas import odd_by_majority, steps_between, told_apart
+from self_healing.hf.replicas import (
     DIGEST_PARTS,
     Group,
     are_apart,
@@ -16,7 +17,6 @@ from self_healing.instrument.replicas import (
     sum_of_bits,
     unlike,
 )
-from self_healing.numerics.replicas import odd_by_majority, steps_between, told_apart
 
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn]

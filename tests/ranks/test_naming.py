@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from self_healing.ranks import Position
+from self_healing.ranks.messages import Position
 from self_healing.ranks.naming import behind, waited_for, where_all_are, where_all_wait
 
 

@@ -16,10 +16,11 @@ import pytest
 import torch.distributed
 
 from self_healing import FailureType
-from self_healing.processes import Process, State
-from self_healing.ranks import Failure, OtherRanks, Position, session
+from self_healing.ranks import session
 from self_healing.ranks.channel import Place
-from self_healing.ranks.posts import failure_of
+from self_healing.ranks.messages import Failure, Position, failure_of
+from self_healing.ranks.others import OtherRanks
+from self_healing.system.processes import Process, State
 
 
 store_class: Any = torch.distributed.TCPStore

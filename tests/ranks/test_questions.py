@@ -8,8 +8,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from self_healing import consensus
-from self_healing.consensus import RanksDisagree, sum_over_ranks
+from self_healing.ranks import votes
+from self_healing.ranks.votes import RanksDisagree, sum_over_ranks
 
 
 CPU = torch.device("cpu")
@@ -17,9 +17,9 @@ CPU = torch.device("cpu")
 
 def _cast_together(questions: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> list[list[float] | None]:
     """What becomes of ranks that ask these questions; `None` for one that learns that they are not the same."""
-    ballots = [consensus._ballot(question, [1.0], CPU) for question in questions]
-    monkeypatch.setattr(consensus, "world_size", lambda: len(questions))
-    monkeypatch.setattr(consensus.dist, "all_reduce", lambda ballot: ballot.copy_(torch.stack(ballots).sum(0)))
+    ballots = [votes._ballot(question, [1.0], CPU) for question in questions]
+    monkeypatch.setattr(votes, "world_size", lambda: len(questions))
+    monkeypatch.setattr(votes.dist, "all_reduce", lambda ballot: ballot.copy_(torch.stack(ballots).sum(0)))
     found: list[list[float] | None] = []
     for question in questions:
         try:
@@ -31,7 +31,7 @@ def _cast_together(questions: Sequence[str], monkeypatch: pytest.MonkeyPatch) ->
 
 def _coincidence() -> tuple[str, str, str]:
     """Three questions, of which the number of the first is half the sum of the others'."""
-    by_number = {consensus._number_of(name): name for name in (f"question {each}" for each in range(100))}
+    by_number = {votes._number_of(name): name for name in (f"question {each}" for each in range(100))}
     for one, other in combinations(by_number, 2):
         middle, odd = divmod(one + other, 2)
         if not odd and middle in by_number:
@@ -47,19 +47,19 @@ def test_three_different_questions_are_told_apart_by_all_even_if_their_sum_is_wh
 
 def test_the_same_question_is_answered_on_some_thousand_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     # The one with the largest numbers: their sums are still exact.
-    question = max((f"question {each}" for each in range(10_000)), key=consensus._number_of)
-    assert consensus._number_of(question) > 4090
+    question = max((f"question {each}" for each in range(10_000)), key=votes._number_of)
+    assert votes._number_of(question) > 4090
     ranks = 4000
-    ballot = ranks * consensus._ballot(question, [1.0], CPU)
-    monkeypatch.setattr(consensus, "world_size", lambda: ranks)
-    monkeypatch.setattr(consensus.dist, "all_reduce", lambda each: each.copy_(ballot))
+    ballot = ranks * votes._ballot(question, [1.0], CPU)
+    monkeypatch.setattr(votes, "world_size", lambda: ranks)
+    monkeypatch.setattr(votes.dist, "all_reduce", lambda each: each.copy_(ballot))
     assert sum_over_ranks(question, [1.0], CPU)[0] == ranks
 
 
 @pytest.mark.parametrize("answers", [[2.0, 3.0], torch.tensor([2.0, 3.0])])
 def test_a_ballot_is_the_same_however_it_is_made(answers: list[float] | torch.Tensor) -> None:
     # As where the device is not the host.
-    blank = consensus._blank("the step", CPU)
-    ballot = consensus._ballot("the step", answers, CPU)
+    blank = votes._blank("the step", CPU)
+    ballot = votes._ballot("the step", answers, CPU)
     assert ballot[:4].tolist() == blank[:4].tolist()
     assert (len(ballot), ballot[4:7].tolist()) == (len(blank), [2.0, 3.0, 0.0])

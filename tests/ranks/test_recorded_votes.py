@@ -10,7 +10,7 @@ import torch
 from conftest import VOTES
 from recorded_votes import ANY, RecordedVotes
 
-from self_healing import consensus
+from self_healing.ranks import votes as consensus
 
 
 TESTS = Path(__file__).parents[1]

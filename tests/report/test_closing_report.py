@@ -13,9 +13,9 @@ from conftest import OutputFault, RaisingForward, adapter_trainer, sft_trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer
-from self_healing.own_files import hide_from_uploads, is_foreign_report, own_patterns
 from self_healing.report.output import TAG, log_to_tracker
 from self_healing.report.records import RunReport, State
+from self_healing.system.files import hide_from_uploads, is_foreign_report, own_patterns
 
 
 def report_in(directory: Path) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def test_a_report_that_cannot_be_written_stops_nothing(
     def refused(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no")
 
-    monkeypatch.setattr("self_healing.report.output.read_run", refused)
+    monkeypatch.setattr("self_healing.report.reading.read_run", refused)
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], max_steps=1)
     assert trainer.train().global_step == 1
     assert "The report of run" in caplog.text

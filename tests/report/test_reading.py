@@ -13,15 +13,15 @@ import pytest
 from rich.console import Console
 
 from self_healing.checkpoints.marker import write_marker
-from self_healing.failures import FAILURE_RECIPES, FailureType
+from self_healing.failures.recipes import FAILURE_RECIPES, FailureType
 from self_healing.journal.step_log import StepLog, StepRow, step_log_of
-from self_healing.processes import Process
 from self_healing.report.healing_report import HealingReport
 from self_healing.report.output import LINES, briefing_of, show
 from self_healing.report.reading import read_run
 from self_healing.report.records import SCHEMA, Verdict
-from self_healing.restarts.record import Attempt, Ending, RunRecord
-from self_healing.restarts.status import STATUS_FILE, RunState, RunStatus, StatusKeeper, read_status
+from self_healing.run.record import Attempt, Ending, RunRecord
+from self_healing.run.status import STATUS_FILE, RunState, RunStatus, StatusKeeper, read_status
+from self_healing.system.processes import Process
 
 
 BEGAN = 1_000_000.0

@@ -17,7 +17,7 @@ from self_healing.report.output import briefing_of, show
 from self_healing.report.page.rendering import page_of
 from self_healing.report.reading import read_run
 from self_healing.report.records import RunReport
-from self_healing.restarts.status import RunState
+from self_healing.run.status import RunState
 
 
 JOURNALS = sorted((Path(__file__).parents[1] / "data" / "chaos_journals").glob("*.jsonl"))

@@ -22,7 +22,7 @@ from self_healing.report.output import briefing_of, show
 from self_healing.report.page.rendering import page_of
 from self_healing.report.reading import read_run
 from self_healing.report.verdict import movement_of
-from self_healing.restarts.status import RunState
+from self_healing.run.status import RunState
 
 
 CURVES = Path(__file__).parent.parent / "data" / "curves"

@@ -25,10 +25,10 @@ from rich.console import Console
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.own_files import BRIEFING_FILE
 from self_healing.report.healing_report import HealingReport
 from self_healing.report.output import show
 from self_healing.report.reading import read_run
+from self_healing.system.files import BRIEFING_FILE
 
 
 EXPECTED = Path(__file__).parent.parent / "data" / "whole_runs"

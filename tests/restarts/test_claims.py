@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from self_healing import HealingConfig, Incident
-from self_healing.assembly import assemble
-from self_healing.failures import Action, FailureType
-from self_healing.memory.healer import MemoryOutsideOfModel
+from self_healing.failures.recipes import Action, FailureType
+from self_healing.healers.assembly import assemble
+from self_healing.healers.oom.healer import MemoryOutsideOfModel
+from self_healing.healers.services import ServiceCalls
 from self_healing.run.claims import Claim, claim_by_recipe, claim_for
 from self_healing.run.healer import Healer, Healers
-from self_healing.services.calls import ServiceCalls
 
 
 def incident(name: str = "1") -> Incident:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from self_healing.exceptions import Interruption
-from self_healing.restarts import preemption as module
-from self_healing.restarts.preemption import Preemption
+from self_healing.healers.restarts import preemption as module
+from self_healing.healers.restarts.preemption import Preemption
 
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from self_healing import Action, FailureType, HealingConfig, Incident, UnrecoverableTrainingError
-from self_healing.assembly import Run, assemble
-from self_healing.own_files import STATE_FILE
-from self_healing.restarts.earlier_attempts import crash_loop, gave_up, take_up
-from self_healing.restarts.record import RECORD_FILE, Attempt, Ending, RunRecord
-from self_healing.restarts.start import Start
+from self_healing.healers.assembly import Run, assemble
+from self_healing.healers.restarts.attempts import crash_loop, gave_up, take_up
+from self_healing.healers.restarts.start import Start
+from self_healing.run.record import RECORD_FILE, Attempt, Ending, RunRecord
+from self_healing.system.files import STATE_FILE
 
 
 def attempt(number: int, first: int, last: int, ending: Ending, why: str = "") -> Attempt:

@@ -29,11 +29,11 @@ from transformers.trainer_callback import ExportableState
 from trl import SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingTrainer, find_trusted_checkpoint
-from self_healing.checkpoints import emergency
-from self_healing.checkpoints.emergency import owed_in
 from self_healing.checkpoints.marker import checkpoints_in, load_marker
 from self_healing.checkpoints.vetting import vet
-from self_healing.instrument import Pending
+from self_healing.healers.restarts import emergency
+from self_healing.healers.restarts.emergency import owed_in
+from self_healing.instrument.resume_point import Pending
 
 
 STEPS = {"max_steps": 6, "logging_steps": 2}

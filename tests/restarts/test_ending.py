@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 
 from self_healing import FAILURE_RECIPES, Action, FailureType, HealingConfig, Incident, UnrecoverableTrainingError
-from self_healing.assembly import Run, assemble
 from self_healing.checkpoints.marker import write_marker
-from self_healing.instrument import ResumePoint
-from self_healing.ranks import Failure
-from self_healing.restarts import departure, ending
+from self_healing.healers.assembly import Run, assemble
+from self_healing.healers.restarts import ending
+from self_healing.instrument.resume_point import ResumePoint
+from self_healing.ranks.messages import Failure
+from self_healing.restarts import departure
 from self_healing.restarts.attempts import Attempts
 from self_healing.restarts.lost_device import leave_lost_device, write_down_lost_device
-from self_healing.restarts.record import Attempt, Ending, RunRecord
-from self_healing.restarts.status import RunState, StatusKeeper, read_status
+from self_healing.run.record import Attempt, Ending, RunRecord
+from self_healing.run.status import RunState, StatusKeeper, read_status
 
 
 def process(directory: Path, step: int = 6, recorded: bool = True, rank: int = 0, **settings: Any) -> Run:
@@ -409,7 +410,7 @@ class TestADeviceThatIsLost:
     ) -> None:
         ends: list[tuple[int, BaseException]] = []
         monkeypatch.setattr(
-            "self_healing.restarts.lost_device.end_process_with", lambda code, error: ends.append((code, error))
+            "self_healing.restarts.process_exit.end_process_with", lambda code, error: ends.append((code, error))
         )
         error = RuntimeError("lost")
         leave_lost_device(process(tmp_path, launcher_restarts="no").ending, error)

@@ -31,7 +31,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.restarts.record import Ending, RunRecord
+from self_healing.run.record import Ending, RunRecord
 
 
 @pytest.fixture(autouse=True)

@@ -30,12 +30,12 @@ from conftest import (
 from transformers import TrainerCallback
 
 from self_healing import FAILURE_RECIPES, FailureType, HealingConfig, HealingReport, SelfHealingTrainer
+from self_healing.healers.restarts.start import was_writing
 from self_healing.instrument.generated import load_generated
 from self_healing.launcher import launch_of
-from self_healing.processes import Process
-from self_healing.restarts.record import _CALLS, RECORD_FILE, Ending, RunRecord
-from self_healing.restarts.start import was_writing
-from self_healing.restarts.status import STATUS_FILE
+from self_healing.run.record import _CALLS, RECORD_FILE, Ending, RunRecord
+from self_healing.run.status import STATUS_FILE
+from self_healing.system.processes import Process
 
 
 def under_torchrun(output_dir: Path, restarts: int, **options: Any) -> int:
@@ -736,7 +736,7 @@ def test_our_own_failure_to_judge_earlier_attempts_stops_nothing(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=2)
-    monkeypatch.setattr("self_healing.restarts.earlier_attempts._judge", lambda *_: 1 / 0)
+    monkeypatch.setattr("self_healing.healers.restarts.attempts._judge", lambda *_: 1 / 0)
     SelfHealingTrainer(trainer).train()
     assert trainer.state.global_step == 2
     assert "failed while it looked at earlier attempts" in caplog.text

@@ -21,14 +21,9 @@ from self_healing import HealingConfig
 from self_healing.checkpoints.choice import CheckpointError
 from self_healing.checkpoints.marker import write_marker
 from self_healing.checkpoints.vetting import Readers, Verdict
-from self_healing.journal.journal import Journal
-from self_healing.launcher import Launch
-from self_healing.own_files import STATE_FILE
-from self_healing.processes import Process
-from self_healing.restarts import start as module
-from self_healing.restarts.memory_start import SharedStep
-from self_healing.restarts.record import _CALLS, RECORD_FILE, Attempt, Ending, RunRecord
-from self_healing.restarts.start import (
+from self_healing.healers.restarts import start as module
+from self_healing.healers.restarts.shared_memory import SharedStep
+from self_healing.healers.restarts.start import (
     Start,
     continues,
     find_start,
@@ -40,6 +35,11 @@ from self_healing.restarts.start import (
     trains_beside,
     was_started_by,
 )
+from self_healing.journal.journal import Journal
+from self_healing.launcher import Launch
+from self_healing.run.record import _CALLS, RECORD_FILE, Attempt, Ending, RunRecord
+from self_healing.system.files import STATE_FILE
+from self_healing.system.processes import Process
 
 
 PLAIN = Launch("none", 0, None)

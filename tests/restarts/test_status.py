@@ -20,12 +20,12 @@ from transformers import TrainerCallback
 from typer.testing import CliRunner
 
 from self_healing import HealingConfig, HealingReport, SelfHealingCallback, SelfHealingTrainer
-from self_healing.cli import app
 from self_healing.journal.journal import Journal
-from self_healing.processes import Process
-from self_healing.restarts import status as status_module
-from self_healing.restarts.record import Ending
-from self_healing.restarts.status import RunState, RunStatus, StatusKeeper, read_status
+from self_healing.run import status as status_module
+from self_healing.run.record import Ending
+from self_healing.run.status import RunState, RunStatus, StatusKeeper, read_status
+from self_healing.system.processes import Process
+from self_healing.tools.cli import app
 
 
 def report(directory: Path) -> Any:

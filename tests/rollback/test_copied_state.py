@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from self_healing.instrument.live_state import LiveState
+from self_healing.hf.state import LiveState
 from self_healing.rollback.copied_state import AssembledCopy, StateWriter, TensorCopy, leaves, put_back, size_of
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from self_healing import SelfHealingCallback
 from self_healing.extents import _AT_A_TIME, Search, extent_of
-from self_healing.instrument.live_state import nonfinite_tensors
+from self_healing.hf.state import nonfinite_tensors
 from self_healing.instrument.origin import nonfinite_in
 from self_healing.numerics.nonfinite import NonfiniteHealer
 

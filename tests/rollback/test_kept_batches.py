@@ -15,7 +15,8 @@ from conftest import RaisingForward, assert_same_weights, journal, sft_trainer, 
 from transformers import BatchEncoding, TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback
-from self_healing.instrument import Control, kept_step, on_host
+from self_healing.instrument import kept_step
+from self_healing.instrument.kept_step import Control, on_host
 from self_healing.rollback.kept_batches import KeptBatches
 
 

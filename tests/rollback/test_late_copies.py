@@ -16,9 +16,10 @@ from torch import nn
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback
-from self_healing.instrument import EarlierSteps, Window
-from self_healing.instrument.live_state import LiveState
-from self_healing.numerics.diagnosis import diagnose_rise, diagnose_stillness
+from self_healing.healers.numerics.diagnosis import diagnose_rise, diagnose_stillness
+from self_healing.hf.state import LiveState
+from self_healing.instrument.earlier_steps import EarlierSteps
+from self_healing.instrument.window import Window
 from self_healing.numerics.rate_trial import try_rates
 from self_healing.numerics.resume_trial import try_older_checkpoints
 from self_healing.rollback.ring import SnapshotRing
@@ -70,7 +71,7 @@ class LateCopies:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> LateCopies:
     late = LateCopies()
-    monkeypatch.setattr("self_healing.rollback.snapshots.copies_of", {"cpu": late}.get)
+    monkeypatch.setattr("self_healing.rollback.host_copies.copies_of", {"cpu": late}.get)
     return late
 
 
@@ -211,7 +212,7 @@ def test_a_copy_that_cannot_be_started_leaves_none_under_way(
 
     ring = SnapshotRing()
     ring._streams = {torch.device("meta"): Failing()}
-    monkeypatch.setattr("self_healing.rollback.snapshots.copies_of", {"cpu": late, "meta": late}.get)
+    monkeypatch.setattr("self_healing.rollback.host_copies.copies_of", {"cpu": late, "meta": late}.get)
     live.parameters["elsewhere"] = torch.empty(3, device="meta")
     with pytest.raises(RuntimeError, match="out of memory"):
         ring.take(live, 1, {})

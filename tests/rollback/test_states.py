@@ -14,8 +14,8 @@ import torch
 from self_healing import HealingConfig
 from self_healing.checkpoints.marker import load_marker, write_marker
 from self_healing.checkpoints.retention import RunCheckpoints
-from self_healing.instrument import Control
-from self_healing.instrument.live_state import LiveState
+from self_healing.hf.state import LiveState
+from self_healing.instrument.kept_step import Control
 from self_healing.rollback.interval import SnapshotInterval
 from self_healing.rollback.rollback import Rollback
 from self_healing.rollback.snapshots import Snapshot
@@ -200,7 +200,7 @@ class TestTrust:
 
 class TestHostMemory:
     def test_that_is_short_switches_snapshots_off(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("self_healing.rollback.ring.free_host_memory", lambda: 0)
+        monkeypatch.setattr("self_healing.rollback.host_memory.free_host_memory", lambda: 0)
         run = SmallRun(tmp_path)
         run.enter()
         run.train(10)

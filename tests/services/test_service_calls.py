@@ -10,7 +10,7 @@ from made_up_run import MadeUpRun
 
 from self_healing import FailureType
 from self_healing.exceptions import NonFiniteReward
-from self_healing.services.calls import ServiceCalls
+from self_healing.healers.services import ServiceCalls
 
 
 class Calls:

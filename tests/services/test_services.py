@@ -53,8 +53,8 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.assembly import assemble
-from self_healing.retry import Retry, RetryPolicy, may_pass, retry_after
+from self_healing.failures.retry import Retry, RetryPolicy, may_pass, retry_after
+from self_healing.healers.assembly import assemble
 from self_healing.services.reporting import Reporting
 
 

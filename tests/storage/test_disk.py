@@ -33,15 +33,15 @@ from self_healing import (
     SelfHealingCallback,
     SelfHealingTrainer,
 )
-from self_healing.assembly import assemble
 from self_healing.checkpoints.choice import refuse_unwritable
 from self_healing.checkpoints.marker import write_marker
 from self_healing.checkpoints.retention import expendable_checkpoint, remove_torn
 from self_healing.checkpoints.vetting import vet
-from self_healing.classify import classify_exception, could_not_be_written
-from self_healing.failures import FailureType
-from self_healing.instrument import CheckpointSaving
-from self_healing.storage.healer import SaveHealer
+from self_healing.failures.classify import classify_exception, could_not_be_written
+from self_healing.failures.recipes import FailureType
+from self_healing.healers.assembly import assemble
+from self_healing.healers.saves import SaveHealer
+from self_healing.instrument.saving import CheckpointSaving
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
@@ -386,7 +386,7 @@ def test_a_failure_of_our_own_lets_the_disk_s_error_pass(tmp_path: Path, tokeniz
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("a bug of ours")
 
-    monkeypatch.setattr("self_healing.storage.healer.SaveHealer.failed", broken)
+    monkeypatch.setattr("self_healing.healers.saves.SaveHealer.failed", broken)
     trainer = disk_trainer(tmp_path, tokenizer, 2, callbacks=[SelfHealingCallback()])
     with pytest.raises(OSError, match="No space left"):
         trainer.train()

@@ -14,7 +14,7 @@ from transformers import set_seed
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.checkpoints.choice import writes_checkpoints
-from self_healing.instrument.saving_together import SavingTogether
+from self_healing.hf.saving import SavingTogether
 
 
 @pytest.mark.parametrize(

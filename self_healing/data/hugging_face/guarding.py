@@ -23,8 +23,8 @@ from datasets.iterable_dataset import (
     _BaseExamplesIterable,
 )
 
-from ..guard import Guard
-from .functions import GuardedFilter, GuardedMap
+from ...healers.data.guard import Guard
+from ...healers.data.hugging_face import GuardedFilter, GuardedMap
 from .names import SHARDS, NamedExamples, NamedTables, NamingFormat, ShardOpener
 
 

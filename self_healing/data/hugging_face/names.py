@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa  # type: ignore[import-untyped]
 from datasets.iterable_dataset import ArrowExamplesIterable, ExamplesIterable, FormattedExamplesIterable
 
-from ..guard import Guard, worker_id
-from ..reading import SourceReader
+from ...healers.data.guard import Guard, worker_id
+from ...healers.data.sources import SourceReader
 from .nodes import KeptNode
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from ...objectives import BY_CLASS_NAME
+from ...hf.objective import BY_CLASS_NAME
 from ..symptom import Severity
 
 

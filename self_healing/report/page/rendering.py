@@ -24,6 +24,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from ...files import replace_file
+from ...journal.incident import counted
 from ..records import (
     Entry,
     Goodput,
@@ -31,7 +32,6 @@ from ..records import (
     NextStep,
     RunReport,
     capital,
-    counted,
     digits,
     moment,
     percent,

@@ -1,1 +1,0 @@
-"""The directory that is put on `PYTHONPATH`."""

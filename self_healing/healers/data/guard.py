@@ -1,0 +1,195 @@
+"""
+Calls code of the data, and decides about what it raises: tried again, a fault of the sample, or raised as it is.
+
+Guards stand where the exception comes from, in the data loader or its workers: further up it would end the generator
+of the loader. They know no trainer, can be pickled, and only pass calls on as long as nothing raises.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch.utils.data import get_worker_info
+
+from ...data.sample_names import SampleName
+from ...failures.classify import classify_exception, is_error
+from ...failures.recipes import FailureType
+from .quarantine import KnownBadSamples
+
+
+logger = logging.getLogger("self_healing")
+
+T = TypeVar("T")
+
+# Not the sample's fault: other families heal them.
+_NOT_THE_SAMPLE = frozenset(
+    {
+        FailureType.NETWORK,
+        FailureType.OUT_OF_MEMORY,
+        FailureType.DISK,
+        FailureType.DEVICE,
+        FailureType.PROCESS_DIED,
+    }
+)
+# Samples in a row that cannot be used, after which it is not the samples.
+MAX_BAD_IN_A_ROW = 10
+_MAX_CAUSES = 10
+
+
+class DataSourceError(RuntimeError):
+    """Sample after sample cannot be used: it is not they, but the code or the storage they come through."""
+
+
+class LetPass(Exception):
+    """Carries an exception that the guard does not handle past the guard's own handlers."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+@dataclass(slots=True)
+class CallResult:
+    """Result of a call: its value, or the exception it raised."""
+
+    value: Any
+    error: BaseException | None = None
+
+
+class Guard:
+    """State that the guards of one data loader share, and the calls they make."""
+
+    def __init__(
+        self,
+        known: KnownBadSamples,
+        seed: int,
+        retry: Callable[..., Any] | None = None,
+        names_only: bool = False,
+    ) -> None:
+        self.known = known
+        self.seed = seed
+        self.retry = retry
+        self.names_only = names_only
+        # In the training process, called for each sample where many are read to get back to one, and for the first.
+        self.alive: Callable[[], None] = _no_heartbeat
+        self.began: Callable[[Any], None] = _no_heartbeat
+        self.off = False
+        # Of the samples that are about to be collated.
+        self.names: Sequence[SampleName] | None = None
+
+    def turn_off(self) -> None:
+        """Loads the data without guards from here on, also in iterators that were made before."""
+        self.off = True
+
+    def blocked(self) -> dict[SampleName, str]:
+        """Samples that are not to be used; in a worker, with those that other processes have found."""
+        if get_worker_info() is not None:
+            self.known.read_new_lines()
+        return self.known.blocked
+
+    def call(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """Calls code of the data, again if the network is what fails; all such calls go through here."""
+        try:
+            return function(*arguments, **named)
+        except Exception as error:
+            if self.retry is None or classify_exception(error) is not FailureType.NETWORK:
+                raise
+            failure = error
+        # Outside of the handler: each attempt has a context of its own.
+        return self.call_again(failure, function, *arguments, **named)
+
+    def call_again(self, failure: BaseException, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """Makes a call again whose first attempt has ended with a failure of the network."""
+        failed = [failure]
+
+        def attempt() -> T:
+            if failed:
+                raise failed.pop()
+            return function(*arguments, **named)
+
+        assert self.retry is not None
+        return self.retry(attempt)  # type: ignore[no-any-return]
+
+    def attempt(self, function: Callable[..., T], *arguments: Any) -> CallResult:
+        """Calls code that is given several samples, or one that was loaded already."""
+        try:
+            return CallResult(self.call(function, *arguments))
+        except BaseException as error:
+            if not is_error(error):
+                raise
+            self.raise_if_not_the_sample(error)
+            return CallResult(None, error)
+
+    def attempt_load(self, function: Callable[..., T], *arguments: Any, patient: bool = True) -> CallResult:
+        """
+        Calls code that loads samples, where a failure of network, disk or memory may be that of one sample: a dead
+        link, a bad sector, a header that asks for too much.
+        """
+        try:
+            return CallResult(self.call(function, *arguments) if patient else function(*arguments))
+        except BaseException as error:
+            if not is_error(error):
+                raise
+            if not may_be_the_sample(error):
+                self.raise_if_not_the_sample(error)
+            return CallResult(None, error)
+
+    def raise_if_not_the_sample(self, error: BaseException) -> None:
+        """Returns for an exception that a sample may be to blame for."""
+        if isinstance(error, LetPass):
+            raise error
+        if isinstance(error, DataSourceError) or classify_exception(error) in _NOT_THE_SAMPLE:
+            raise LetPass(error) from None
+
+    def contained(self, guarded: Callable[[], T], plain: Callable[[], T]) -> T:
+        """Loads with the guard; if the guard itself fails, logs that and loads without it from then on."""
+        passed: BaseException | None = None
+        try:
+            return guarded()
+        except LetPass as found:
+            passed = found.error
+        except StopIteration:
+            raise
+        except Exception as error:
+            self.off = True
+            logger.error(
+                "self_healing failed while it guarded the data, which are loaded without guards from here on. Please "
+                "report this traceback.",
+                exc_info=error,
+            )
+        if passed is not None:
+            # Outside of the handler, so that it keeps the cause and context it came with.
+            raise passed
+        return plain()
+
+
+def _no_heartbeat(*_: Any) -> None:
+    pass
+
+
+def worker_id() -> int | None:
+    """Number of the data loader worker this process is; `None` in the training process."""
+    info = get_worker_info()
+    return None if info is None else int(info.id)
+
+
+def may_be_the_sample(error: BaseException) -> bool:
+    """Whether a failure of network, disk or memory can be that of one sample, with everything else well."""
+    failure = classify_exception(error)
+    if failure is FailureType.NETWORK:
+        return True
+    cause: BaseException | None = error
+    # A chain of causes may be closed to a ring.
+    for _ in range(_MAX_CAUSES):
+        if cause is None:
+            break
+        if failure is FailureType.OUT_OF_MEMORY and isinstance(cause, MemoryError):
+            return True
+        if failure is FailureType.DISK and isinstance(cause, OSError) and cause.errno == errno.EIO:
+            return True
+        cause = cause.__cause__
+    return False

@@ -1,0 +1,244 @@
+"""Guards the training data, opens incidents for bad samples, and ends a run that has too many of them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...data.bad_sample import BadSample
+from ...data.collator import GuardedCollator
+from ...data.quarantine import QUARANTINE_FILE, Quarantine, dataset_fingerprint, why_not_appendable
+from ...data.sample_names import describe_name
+from ...failures.recipes import Action, FailureType
+from ...failures.retry import RetryPolicy
+from ...hf.adapter import Instrument
+from ...inspection.columns import digest_of
+from ...instrument.loading import TrainingLoader
+from ...journal.incident import Incident
+from ...ranks import votes
+from ...run.claims import Claim
+from ...run.dispatch import HealingContext
+from ...run.healer import Healer
+from ...run.run import RunContext
+from .datasets import GuardedDataset
+from .guard import DataSourceError, Guard
+from .quarantine import KnownBadSamples
+from .streams import GuardedStream
+
+
+logger = logging.getLogger("self_healing")
+
+# `max_bad_data_fraction` is of this many samples at least: the first batch of a run says little.
+_FEWEST_SAMPLES = 100
+# Bad samples that are named where a run ends.
+_LISTED = 20
+
+
+class LoadCalls(Protocol):
+    """Calls that load a sample, made again where that may help."""
+
+    def call(
+        self, service: str, rewind: Callable[[], None], function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls a function, again if need be."""
+
+    @property
+    def has_claim(self) -> bool:
+        """Whether a call was given up, and its exception has not left `train()` yet."""
+
+    def claim(self, error: BaseException) -> Claim | None:
+        """Claims the exception that training was left by after a call was given up."""
+
+    def take_back(self) -> Incident | None:
+        """Returns the incident of a call that was given up, for which `train()` need not be entered again any more."""
+
+
+class SampleHealer(Healer):
+    """Guards the data of a run, and reports what the guards find."""
+
+    def __init__(self, run: RunContext, quarantine: Quarantine, calls: LoadCalls) -> None:
+        self.run = run
+        self.config = run.config
+        self.actions = run.remedies
+        self.calls = calls
+        self._quarantine = quarantine
+        self._loading: TrainingLoader | None = None
+        self._known: KnownBadSamples | None = None
+        self._drawn = self._per_batch = 0
+
+    def attach(self, first: bool) -> None:
+        """Guards the training data. A loader that cannot be guarded is left as it is."""
+        loading: TrainingLoader | None = None
+        try:
+            loading = TrainingLoader(self._instrument.trainer)
+            if loading.dataset is not None:
+                self._attach(loading)
+            else:
+                logger.info("The training data are not guarded: their loader is of a kind that cannot be.")
+        except Exception:
+            if loading is not None:
+                loading.restore()
+            self._loading = None
+            logger.error("The training data could not be guarded; training goes on without that.", exc_info=True)
+
+    def _attach(self, loading: TrainingLoader) -> None:
+        instrument, run = self._instrument, self.run
+        args = instrument.trainer.args
+        fingerprint = dataset_fingerprint(loading.dataset)
+        names_only = self.config.on_bad_sample == "raise"
+        if names_only:
+            known = KnownBadSamples(
+                self._quarantine.path, run.run_id, fingerprint, {}, keep_text=self.config.quarantine_text
+            )
+        else:
+            known = self._quarantine.watch(run.run_id, fingerprint, args.process_index, instrument.view.step)
+            known.take()
+            if loading.has_workers:
+                self._ensure_shared_file(known)
+        seed = args.seed if args.data_seed is None else args.data_seed
+        guard = Guard(known, int(seed), self._retry(loading), names_only)
+        if not loading.has_workers:
+            guard.alive = run.heartbeat.start_over
+            guard.began = self._stream_began
+        guarded: GuardedStream | GuardedDataset
+        guarded = GuardedStream(loading.dataset, guard) if loading.streams else GuardedDataset(loading.dataset, guard)
+        loading.read_from(guarded, GuardedCollator(loading.collate, guard, guarded))
+        instrument.on_detach.append(loading.restore)
+        instrument.on_detach.append(guard.turn_off)
+        if names_only:
+            return
+        self._loading, self._known = loading, known
+        # By all ranks, as the bad samples are those of all.
+        self._per_batch = loading.samples_per_batch * votes.world_size()
+        self._drawn = instrument.view.step * int(args.gradient_accumulation_steps) * self._per_batch
+        if isinstance(guarded, GuardedDataset):
+            instrument.position.actual = guarded.actual
+        instrument.replace(instrument.trainer, "get_batch_samples", self._fetch)
+
+    def _ensure_shared_file(self, known: KnownBadSamples) -> None:
+        """Has data loader workers report through a temporary file if `quarantine.jsonl` cannot be written."""
+        path = self._quarantine.path
+        error = why_not_appendable(path)
+        if error is None:
+            return
+        directory = Path(tempfile.mkdtemp(prefix="self_healing-"))
+        self._instrument.on_detach.append(partial(shutil.rmtree, directory, ignore_errors=True))
+        known.use_another_file(directory / QUARANTINE_FILE)
+        logger.warning(
+            "%s cannot be written (%s). Samples that cannot be used are replaced and counted all the same, but a run "
+            "that is resumed tries those again that no checkpoint knows of. Please make the file writable.",
+            path,
+            error,
+        )
+
+    def _retry(self, loading: TrainingLoader) -> Callable[..., Any]:
+        if loading.has_workers:
+            # It goes to another process, where there is no journal.
+            return RetryPolicy.of(self.config).call
+        return partial(self.calls.call, "the training data", _nothing_to_rewind)
+
+    def _stream_began(self, sample: Any) -> None:
+        """Takes in the row a stream begins with. If it is another one than before, what is skipped was not trained."""
+        journal, row = self.run.journal, digest_of({"row": sample})
+        epoch = int((self._instrument.trainer.state.epoch or 0) + 1e-6)
+        if self._quarantine.first_rows.setdefault(epoch, row) != row and journal.incidents:
+            journal.doubt = "the stream has not begun again at its first row: rows may have been skipped twice"
+            journal.dealt_with(journal.incidents[-1])
+
+    @property
+    def has_claim(self) -> bool:
+        return self.calls.has_claim
+
+    def claim(self, error: BaseException) -> Claim | None:
+        return self.calls.claim(error)
+
+    @property
+    def _instrument(self) -> Instrument:
+        return self.run.instrument
+
+    def _fetch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        instrument = self._instrument
+        broken: DataSourceError | None = None
+        try:
+            fetched = original(*args, **kwargs)
+        except DataSourceError as error:
+            broken = error
+        if broken is not None:
+            self._end_for_the_source(broken)
+        elif instrument.attached:
+            with instrument.failsafe.contained():
+                self._count_and_report(len(fetched[0]))
+        return fetched
+
+    def _count_and_report(self, batches: int) -> None:
+        """Counts the samples of a window that was fetched, and reports bad ones found meanwhile."""
+        loading, known = self._loading, self._known
+        if loading is None or known is None:
+            return
+        self._drawn += batches * self._per_batch
+        if loading.has_workers:
+            known.read_new_lines()
+        if not known.new and not known.retried:
+            return
+        new, retried = known.take()
+        self._quarantine.share(new)
+        given_up = self.calls.take_back() if new else None
+        if given_up is not None:
+            # The call was that of a sample which has been replaced: there is nothing left to enter again for.
+            self.run.dealing_with(given_up).close("resolved")
+        self._report(new, retried)
+        bad, limit = known.bad, self._limit(loading)
+        if len(bad) > limit:
+            self._end_for_too_many(bad, limit)
+
+    def _limit(self, loading: TrainingLoader) -> float:
+        whole = math.inf if loading.samples is None else loading.samples
+        return self.config.max_bad_data_fraction * min(whole, max(self._drawn, _FEWEST_SAMPLES))
+
+    def _report(self, new: Sequence[BadSample], retried: Sequence[str]) -> None:
+        evidence: dict[str, Any] = {"samples": [asdict(sample) for sample in new]}
+        if retried:
+            evidence["retried"] = list(retried)
+        named = [str(sample) for sample in new] or list(retried)
+        cause = "; ".join(named[:5]) + (f"; and {len(named) - 5} more" if len(named) > 5 else "")
+        with self.run.incident(self._instrument.view.step, "bad_sample", evidence) as opened:
+            opened.diagnosed(FailureType.BAD_DATA, cause)
+            opened.acted(Action.RETRY_CALL)
+            if new:
+                path = str(self._quarantine.path)
+                opened.acted(Action.QUARANTINE_SAMPLE, file=path, samples=[each.name for each in new])
+                opened.acted(Action.REPLACE_SAMPLE, by=[each.replaced_by for each in new])
+            opened.close("resolved")
+
+    # ---- the end ----
+
+    def _end_for_too_many(self, bad: dict[Any, str], limit: float) -> None:
+        drawn = f"{self._drawn} drawn so far and their substitutes"
+        listed = "; ".join(f"{describe_name(name)} ({why[:120]})" for name, why in list(bad.items())[:_LISTED])
+        more = f"; and {len(bad) - _LISTED} more in {self._quarantine.path}" if len(bad) > _LISTED else ""
+        verdict = (
+            f"{len(bad)} samples among {drawn} cannot be used, which is more than max_bad_data_fraction="
+            f"{self.config.max_bad_data_fraction:g} allows ({int(limit)}): {listed}{more}"
+        )
+        self._end("too_many_bad_samples", {"bad": len(bad), "limit": limit, "drawn": self._drawn}, verdict, None)
+
+    def _end_for_the_source(self, error: DataSourceError) -> None:
+        self._end("broken_data_source", {"message": str(error)[:2000]}, str(error), error)
+
+    def _end(self, symptom: str, evidence: dict[str, Any], verdict: str, error: Exception | None) -> None:
+        instrument = self._instrument
+        with self.run.incident(instrument.view.step, symptom, evidence) as opened:
+            opened.diagnosed(FailureType.BAD_DATA, symptom.replace("_", " "))
+            context = HealingContext(opened.incident, instrument, verdict=verdict, error=error)
+            self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, instrument.trainer.args)
+
+
+def _nothing_to_rewind() -> None:
+    """Does nothing: a sample that could not be loaded leaves nothing behind."""

@@ -1,0 +1,164 @@
+"""Real training steps that leave no trace."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from ..inspection.findings import Inspection
+from ..inspection.model import check_model_init
+from ..instrument.preservation import preserved
+from .inspection import check_data_quality, vocabulary_of
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DryRunReport:
+    """
+    Loss, norm, time and memory of the steps of a dry run.
+
+    Args:
+        steps (`int`):
+            Optimizer steps run.
+        losses (`list[float]`):
+            Loss of each.
+        grad_norms (`list[float]`):
+            Gradient norm of each, before clipping.
+        seconds_per_step (`float`):
+            Mean time of a step after the first, or of the first if there is only one.
+        peak_memory_bytes (`int` or `None`):
+            Most device memory allocated; `None` on the CPU.
+        data ([`Inspection`] or `None`):
+            What is wrong with the training rows; `None` if they could not be looked at.
+        model ([`Inspection`] or `None`):
+            What is wrong with the weights as they were before the steps; `None` if they could not be looked at.
+    """
+
+    steps: int
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    seconds_per_step: float = 0.0
+    peak_memory_bytes: int | None = None
+    data: Inspection | None = None
+    model: Inspection | None = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether every loss and gradient norm was a finite number."""
+        values = torch.tensor([*self.losses, *self.grad_norms])
+        return bool(torch.isfinite(values).all())
+
+
+class _Clock(TrainerCallback):
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.times.append(time.perf_counter())
+
+
+def dry_run(trainer: Trainer, num_steps: int = 2) -> DryRunReport:
+    """
+    Runs real training steps of a trainer and leaves model, optimizer, schedule, random states, counters and files as
+    they were.
+    """
+    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+        raise ValueError(f"num_steps is {num_steps!r}; please give the number of optimizer steps to run, at least 1.")
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise ValueError(
+            "A dry run cannot put back a model that FSDP or DeepSpeed has sharded. Please train a few steps of a "
+            "trainer of their own instead: max_steps=2 and another output_dir."
+        )
+    data, model = _inspected(trainer)
+    clock = _Clock()
+    device = trainer.accelerator.device
+    on_device = torch.get_device_module(device) if device.type != "cpu" else None
+    with tempfile.TemporaryDirectory() as scratch, preserved(trainer):
+        trainer.args = quiet_arguments(trainer.args, num_steps, scratch)
+        trainer.callback_handler.callbacks = [DefaultFlowCallback(), clock]
+        if on_device is not None:
+            on_device.reset_peak_memory_stats()
+        began = time.perf_counter()
+        trainer.train()
+        peak = None if on_device is None else int(on_device.max_memory_allocated())
+        history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    marks = [began, *clock.times]
+    spans = [after - before for before, after in itertools.pairwise(marks)]
+    steady = spans[1:] or spans
+    return DryRunReport(
+        steps=len(clock.times),
+        losses=[float(entry["loss"]) for entry in history],
+        grad_norms=[float(entry["grad_norm"]) for entry in history if "grad_norm" in entry],
+        seconds_per_step=sum(steady) / len(steady) if steady else 0.0,
+        peak_memory_bytes=peak,
+        data=data,
+        model=model,
+    )
+
+
+def _inspected(trainer: Trainer) -> tuple[Inspection | None, Inspection | None]:
+    network: Any = trainer.model
+    data = _attempted("training data", lambda: _inspected_data(trainer, network))
+    model = _attempted("model", lambda: check_model_init(network))
+    if trainer.is_world_process_zero():
+        for what, inspection in (("training data", data), ("model", model)):
+            if inspection is not None and not inspection.clean:
+                logger.warning("Before the dry run, in the %s: %s", what, inspection)
+    return data, model
+
+
+def _attempted(what: str, look: Callable[[], Inspection | None]) -> Inspection | None:
+    try:
+        return look()
+    except Exception:
+        logger.warning("The %s could not be looked at; the steps of the dry run go on.", what, exc_info=True)
+        return None
+
+
+def _inspected_data(trainer: Trainer, network: Any) -> Inspection | None:
+    if trainer.train_dataset is None:
+        return None
+    return check_data_quality(trainer.train_dataset, vocabulary_of(network), _cut_off_at(trainer.args))
+
+
+def _cut_off_at(args: Any) -> int | None:
+    """The length at which the collator cuts rows off at the end, if it does that."""
+    # Rows that come prepared are taken as they are; of those cut off at the front the labels remain.
+    as_they_are = (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset", False)
+    if as_they_are or getattr(args, "truncation_mode", "keep_start") != "keep_start":
+        return None
+    length = getattr(args, "max_length", None)
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def quiet_arguments(args: TrainingArguments, num_steps: int, scratch: str) -> TrainingArguments:
+    """Gives the arguments for a few steps that are neither saved, evaluated, nor reported to anyone."""
+    quiet = copy.copy(args)
+    quiet.max_steps = num_steps
+    quiet.output_dir = scratch
+    quiet.logging_strategy = IntervalStrategy.STEPS
+    quiet.logging_steps = 1
+    # Otherwise a NaN would be shown as the average of the steps before.
+    quiet.logging_nan_inf_filter = False
+    quiet.save_strategy = SaveStrategy.NO
+    quiet.eval_strategy = IntervalStrategy.NO
+    quiet.eval_on_start = False
+    quiet.load_best_model_at_end = False
+    quiet.push_to_hub = False
+    quiet.report_to = []
+    quiet.auto_find_batch_size = False
+    return quiet

@@ -1,0 +1,115 @@
+"""A value far above its baseline in one step: loss spikes, gradient spikes, both at once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ....detectors.symptom import Symptom
+from ....detectors.usual import UsualSpikes
+from .trend import LogTrend, Reading
+
+
+# A usual spike may be followed by another by chance. More in a row are a rise.
+_IN_A_ROW = 2
+
+
+class LossSpikeDetector:
+    """Reports a loss far above its baseline."""
+
+    def __init__(self, threshold: float = 8.0, notice_threshold: float = 6.0, factor: float = 0.0) -> None:
+        self.threshold = threshold
+        self.notice_threshold = notice_threshold
+        self.factor = factor
+        self._in_a_row = 0
+        self._usual = UsualSpikes()
+        self.usual = False
+        """Whether the last loss was a spike of a kind that is usual, and so no part of a divergence."""
+
+    def observe(self, reading: Reading) -> Symptom | None:
+        """Judges one loss; `"loss_spike"` (warning) or `"loss_notice"` (info)."""
+        self.usual = False
+        if reading.z is None or reading.level is None:
+            return None
+        beyond_factor = self.factor > 0 and reading.value > self.factor * reading.level
+        spike = reading.z > self.threshold or beyond_factor
+        self._in_a_row = self._in_a_row + 1 if spike else 0
+        first, stands_out = self._in_a_row == 1, spike and self._usual.stands_out(reading)
+        self.usual = spike and not stands_out and self._in_a_row <= _IN_A_ROW
+        if first or not spike:
+            self._usual.add(reading, spike)
+        if first and stands_out:
+            limits = {"threshold": self.threshold} | ({"factor": self.factor} if beyond_factor else {})
+            return Symptom("loss_spike", reading.step, reading.evidence() | limits)
+        if (first or not spike) and reading.z > self.notice_threshold:
+            evidence = reading.evidence() | {"threshold": self.notice_threshold}
+            return Symptom("loss_notice", reading.step, evidence, "info")
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"above": self._in_a_row > 0, "in_a_row": self._in_a_row, "usual": self._usual.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._in_a_row = state.get("in_a_row", int(state["above"]))
+        self._usual.load_state_dict(state["usual"])
+
+
+class GradientSpikeDetector:
+    """Reports a gradient norm far above its baseline, or above an absolute limit."""
+
+    def __init__(self, threshold: float = 10.0, explosion: float = 1e4) -> None:
+        self.threshold = threshold
+        self.explosion = explosion
+
+    def observe(self, reading: Reading, usual: float | None = None) -> Symptom | None:
+        """Judges one norm; `"gradient_spike"` or `"gradient_explosion"`."""
+        if not math.isfinite(reading.value):
+            return None
+        level = reading.level if usual is None else usual
+        if self.explosion < reading.value and self._may_explode(level):
+            return Symptom(
+                "gradient_explosion", reading.step, reading.evidence() | {"threshold": self.explosion}, "error"
+            )
+        if reading.z is not None and reading.z > self.threshold:
+            return Symptom("gradient_spike", reading.step, reading.evidence() | {"threshold": self.threshold})
+        return None
+
+    def bound(self, trend: LogTrend) -> float | None:
+        """Gives the norm above which a spike or an explosion is reported; `None` while there is none."""
+        spike = trend.value_at(self.threshold) if math.isfinite(self.threshold) else None
+        bounds = [] if spike is None else [spike]
+        if self._may_explode(trend.level):
+            bounds.append(self.explosion)
+        return min(bounds, default=None)
+
+    def _may_explode(self, level: float | None) -> bool:
+        return self.explosion > 0 and level is not None and 10 * level <= self.explosion
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load: a norm is judged by its baseline alone."""
+
+
+class CoSpikeDetector:
+    """
+    Reports loss and gradient norm far above their baselines in the same step: the batch or the computation is at
+    fault, not the usual noise of one of them.
+    """
+
+    def __init__(self, threshold: float = 6.0) -> None:
+        self.threshold = threshold
+
+    def observe(self, loss: Reading, gradient: Reading) -> Symptom | None:
+        """Judges one step; `"co_spike"`."""
+        if loss.z is None or gradient.z is None or min(loss.z, gradient.z) <= self.threshold:
+            return None
+        evidence = {"loss": loss.evidence(), "grad_norm": gradient.evidence(), "threshold": self.threshold}
+        return Symptom("co_spike", loss.step, evidence)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load: a step is judged by the two baselines alone."""

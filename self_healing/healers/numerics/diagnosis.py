@@ -1,0 +1,302 @@
+"""What made a step non-finite, found out by experiment: compute it again, scan the state, bisect the rows."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...config.healing_config import HealingConfig
+from ...failures.classify import describe_exception
+from ...failures.recipes import Cause, FailureType
+from ...hf.adapter import Instrument
+from ...hf.experiments import StepExperiments
+from ...instrument.earlier_steps import EarlierSteps
+from ...instrument.training_fault import TrainingFault
+from ...instrument.window import Window
+from ...ranks import votes
+from ...rollback.snapshots import Snapshot
+from ...rollback.trials import StateTrials
+from ...run.diagnosis import Diagnosis
+from ...signals import StepSignals
+
+
+logger = logging.getLogger(__name__)
+
+# Rows from elsewhere in the data that are tried where no earlier batch can be compared with. If none of so many is
+# finite, it is not a few bad rows.
+_CONTROL_ROWS = 16
+# By the place where a computation fails that no update can be to blame for.
+_BEHIND_THE_PLACE = {
+    "inputs": Cause.DATA,
+    "module": Cause.MODEL,
+    "loss": Cause.LOSS_OR_LABELS,
+    "gradient": Cause.GRADIENT,
+}
+
+
+def diagnose(window: Window, instrument: Instrument, config: HealingConfig, healthy_inputs: Any) -> Diagnosis:
+    """Finds out why a step is not finite."""
+    for attempt in range(1, config.reexecute_attempts + 1):
+        window.reexecute()
+        if window.signals().finite:
+            return _transient(attempt)
+    device = instrument.view.device
+    # What a failing forward left in batch norm statistics is a consequence, not a cause.
+    window.restore_buffers()
+    # Whatever comes of the step, these are not applied; what is done next may need their memory.
+    window.discard()
+    corrupted = instrument.view.nonfinite_tensors()
+    if votes.any_rank("the state is corrupted", bool(corrupted), device):
+        return Diagnosis(
+            FailureType.CORRUPTED_STATE,
+            Cause.CORRUPTED_STATE,
+            {"tensors": corrupted[:20], "tensors_total": len(corrupted)},
+        )
+    if config.reexecute_attempts == 0:
+        window.reexecute()
+    found = _look_at_rows(window, config, healthy_inputs, device)
+    # A fault may last for longer than one computation, and strike in the experiments: before data or numbers are
+    # blamed for it, the whole is computed once more.
+    window.reexecute()
+    return _transient(config.reexecute_attempts + 1) if window.signals().finite else found
+
+
+def _transient(computed: int) -> Diagnosis:
+    return Diagnosis(FailureType.NONFINITE_TRANSIENT, Cause.TRANSIENT, {"reexecutions": computed})
+
+
+def _look_at_rows(window: Window, config: HealingConfig, healthy_inputs: Any, device: torch.device) -> Diagnosis:
+    """Finds out whether some rows are non-finite by themselves, and others are not."""
+    layouts = [window.layout(index) for index in range(window.size)]
+    if votes.any_rank("rows cannot be told apart", any(layout is None for layout in layouts), device):
+        return _numerical("the rows of this batch cannot be told apart")
+    sizes = [layout.rows for layout in layouts if layout is not None]
+    try:
+        with window.experiment():
+            return _poison_rows(StepExperiments(window), config, healthy_inputs, device, sizes)
+    except TrainingFault as fault:
+        # A batch of a shape the user never trains on: what it raises is our doing.
+        logger.info("Rows could not be tried alone.", exc_info=fault.error)
+        return _numerical(f"its rows cannot be tried alone: {describe_exception(fault.error)}")
+
+
+def _poison_rows(
+    experiments: StepExperiments,
+    config: HealingConfig,
+    healthy_inputs: Any,
+    device: torch.device,
+    sizes: Sequence[int],
+) -> Diagnosis:
+    poison = find_poison_rows(experiments, sizes, device)
+    counts = [sum(sizes), sum(len(rows) for rows in poison.values())]
+    total, count, *_ = map(round, votes.sum_over_ranks("rows, and poison among them", counts, device))
+    if count == 0:
+        return _numerical("no row is non-finite by itself")
+    if not votes.all_ranks("has a healthy batch", healthy_inputs is not None, device):
+        healthy_inputs = None
+    if count > config.max_poison_fraction * total:
+        # Many bad rows look the same as a model that overflows on most of them. Rows that are fine tell.
+        controls = experiments.rows_elsewhere(_CONTROL_ROWS) if healthy_inputs is None else [healthy_inputs]
+        tried = round(votes.smallest("controls", len(controls), device))
+        if not any(_is_finite_on_all_ranks(experiments, control, device) for control in controls[:tried]):
+            found = _numerical(f"{count} of {total} rows are non-finite, and {_compared(healthy_inputs, tried)}")
+            # Where an earlier batch was finite with weights like these, it may pass.
+            return replace(found, everywhere=healthy_inputs is None and tried > 0 and count == total)
+    return Diagnosis(
+        FailureType.NONFINITE_POISON_ROWS,
+        Cause.POISON_ROWS,
+        {"poison_rows": count, "rows_in_step": total},
+        poison=poison,
+        rows=total,
+        poison_rows=count,
+    )
+
+
+def _compared(healthy_inputs: Any, tried: int) -> str:
+    if tried == 0:
+        return "there is no earlier batch to compare with"
+    return f"so are {tried} others of the data" if healthy_inputs is None else "so is an earlier batch"
+
+
+def _is_finite_on_all_ranks(experiments: StepExperiments, inputs: Any, device: Any) -> bool:
+    return votes.all_ranks("another batch is finite", experiments.probe_batch(inputs), device)
+
+
+def diagnose_start(window: Window, why: str) -> Diagnosis:
+    """
+    Finds out where a computation fails with weights that no update has changed yet: in the batch, in a module (the
+    first whose output is not finite), in the loss, in its gradient, or only in mixed precision.
+    """
+    failure, experiments = FailureType.NONFINITE_FROM_THE_START, StepExperiments(window)
+    try:
+        with window.experiment():
+            in_full_precision = experiments.finite_in_full_precision()
+            origin = experiments.origin()
+    except TrainingFault as fault:
+        logger.info("The step could not be looked into.", exc_info=fault.error)
+        in_full_precision = origin = None
+    evidence: dict[str, Any] = {"why": why} | ({} if origin is None else origin.to_dict())
+    if in_full_precision is not None:
+        evidence["finite_in_full_precision"] = in_full_precision
+    told = [str(origin)] if origin is not None else []
+    told += ["without mixed precision the same step is finite"] if in_full_precision else []
+    evidence["diagnosis"] = f"{'; '.join(told)}." if told else "Where it begins could not be seen."
+    evidence["diagnosis"] = evidence["diagnosis"][0].upper() + evidence["diagnosis"][1:]
+    if in_full_precision:
+        return Diagnosis(failure, Cause.PRECISION, evidence)
+    if origin is None:
+        return Diagnosis(failure, Cause.MODEL_PRECISION_OR_DATA, evidence)
+    return Diagnosis(failure, _BEHIND_THE_PLACE[origin.place], evidence)
+
+
+def _numerical(why: str) -> Diagnosis:
+    return Diagnosis(FailureType.NONFINITE_NUMERICAL, Cause.NUMERICAL, {"why": why})
+
+
+def find_poison_rows(experiments: StepExperiments, sizes: Sequence[int], device: Any) -> dict[int, list[int]]:
+    """Finds the rows of each micro-batch that are non-finite by themselves, in forward or backward."""
+    if votes.world_size() > 1:
+        once = _probe_in_lockstep(experiments, [range(size) for size in sizes], device)
+        twice = _probe_in_lockstep(experiments, once, device)
+    else:
+        # Every micro-batch, also those with a finite loss: a row may be bad in its gradient alone.
+        once = [_bisect(experiments, index, list(range(size))) for index, size in enumerate(sizes)]
+        twice = [[row for row in rows if not experiments.probe_row(index, row)] for index, rows in enumerate(once)]
+    return {index: rows for index, rows in enumerate(twice) if rows}
+
+
+def _bisect(experiments: StepExperiments, index: int, rows: list[int]) -> list[int]:
+    if len(rows) == 1:
+        return [] if experiments.probe_row(index, rows[0]) else rows
+    if experiments.probe(index, rows):
+        return []
+    middle = len(rows) // 2
+    return _bisect(experiments, index, rows[:middle]) + _bisect(experiments, index, rows[middle:])
+
+
+def _probe_in_lockstep(
+    experiments: StepExperiments, candidates: Sequence[Sequence[int]], device: Any
+) -> list[list[int]]:
+    """Of some rows of each micro-batch, those that are non-finite by themselves."""
+    found: list[list[int]] = [[] for _ in candidates]
+    for index, rows in enumerate(candidates):
+        place = 0
+        while votes.any_rank("there is another row", place < len(rows), device):
+            # A rank with fewer of them computes one all the same.
+            finite = experiments.probe_row(index, rows[place] if place < len(rows) else 0)
+            if not finite and place < len(rows):
+                found[index].append(rows[place])
+            place += 1
+    return found
+
+
+def diagnose_rise(window: Window, trials: StateTrials, loss: float, level: float, scale: float) -> Diagnosis:
+    """Finds out why a loss has risen and stays up, by computing the same batch with the weights of trusted states."""
+    if not min(loss, level) > 0:
+        return _unexplained()
+    rise = max(math.log(loss / level), 2 * scale)
+
+    def experiment() -> Diagnosis:
+        before = trials.last_healthy()
+        evidence: dict[str, Any] = {"loss_now": loss}
+        unharmed = None
+        if before is not None:
+            again = EarlierSteps(window).loss_of(before)
+            evidence["last_healthy_batch"] = {"loss_then": before.loss, "loss_now": again}
+            unharmed = before if _rise(before.loss, again) < 0.5 * rise else None
+
+        def better(then: StepSignals) -> bool:
+            gained = _rise(then.loss, loss)
+            if unharmed is not None and gained >= 0.5 * rise:
+                gained -= max(_rise(unharmed.loss, EarlierSteps(window).loss_of(unharmed)), 0.0)
+            # Half of the rise, because the other half may be this batch.
+            return gained >= 0.5 * rise
+
+        found = _try_trusted_states(window, trials, better)
+        found.evidence.update(evidence)
+        if found.cause is Cause.WEIGHTS:
+            return found
+        return _hold_against_control(window, trials, trials.states.generations()[0], rise, found.evidence)
+
+    return _as_experiment(window, trials, experiment)
+
+
+def diagnose_stillness(
+    window: Window, trials: StateTrials, still: StepSignals, first: float, scale: float
+) -> Diagnosis:
+    """
+    Finds out why there is practically no gradient: with weights that a too high learning rate has driven out of reach
+    there is none, and with those of a trusted state there is, and a lower loss.
+    """
+    least = max(1000 * (still.grad_norm or 0.0), 1e-4)
+    # Weights that know no more than those the run began with are given up for any that can learn.
+    nothing_learned = still.loss >= first * math.exp(-scale) > 0
+
+    def better(then: StepSignals) -> bool:
+        # By the least that counts as a rise, too.
+        return (then.grad_norm or 0.0) >= least and (nothing_learned or _rise(then.loss, still.loss) >= scale)
+
+    return _as_experiment(window, trials, lambda: _try_trusted_states(window, trials, better))
+
+
+def _unexplained() -> Diagnosis:
+    return Diagnosis(FailureType.DIVERGENCE, Cause.NOT_LOOKED_FOR, {})
+
+
+def _as_experiment(window: Window, trials: StateTrials, experiment: Callable[[], Diagnosis]) -> Diagnosis:
+    """Runs what puts other weights in place; weights, gradients and random states are as before on return."""
+    if window.objective.online or not trials.begin(window.step):
+        return _unexplained()
+    try:
+        with window.experiment():
+            diagnosis = experiment()
+    except TrainingFault as fault:
+        logger.info("The step could not be computed with trusted weights.", exc_info=fault.error)
+        diagnosis = _unexplained()
+    finally:
+        # Whatever happened, an interruption included: the weights are the run's own again.
+        trials.end()
+    if window.compute_again().finite:
+        window.accept()
+    else:
+        # It was, when the run came to it: not applied like this.
+        window.skip(None)
+    return diagnosis
+
+
+def _try_trusted_states(window: Window, trials: StateTrials, better: Callable[[StepSignals], bool]) -> Diagnosis:
+    """The newest trusted state whose weights do better on the same batch; newer ones are not trusted any more."""
+    tried: dict[str, Any] = {}
+    for snapshot in trials.states.generations():
+        trials.try_snapshot(snapshot)
+        then = window.compute_again()
+        tried[f"weights of step {snapshot.step}"] = {"loss": then.loss, "grad_norm": then.grad_norm}
+        if better(then):
+            trials.prefer(snapshot)
+            return Diagnosis(FailureType.DIVERGENCE, Cause.WEIGHTS, {"same_batch": tried})
+    return Diagnosis(FailureType.DIVERGENCE, Cause.UNCLEAR, {"same_batch": tried})
+
+
+def _hold_against_control(
+    window: Window, trials: StateTrials, snapshot: Snapshot, rise: float, evidence: dict[str, Any]
+) -> Diagnosis:
+    control = trials.try_snapshot(snapshot)
+    if control is None:
+        return Diagnosis(FailureType.DIVERGENCE, Cause.UNCLEAR, evidence)
+    again = EarlierSteps(window).loss_of(control)
+    evidence["earlier_batch"] = {"loss_then": control.loss, "loss_now": again}
+    if _rise(control.loss, again) >= 0.5 * rise:
+        return Diagnosis(FailureType.DIVERGENCE, Cause.COMPUTATION, evidence)
+    return Diagnosis(FailureType.HARDER_DATA, Cause.HARDER_DATA, evidence)
+
+
+def _rise(before: float, after: float) -> float:
+    """How far a loss has risen, in logarithms; without end if it is not finite any more."""
+    if not math.isfinite(after):
+        return math.inf
+    return math.log(after / before) if before > 0 and after > 0 else -math.inf

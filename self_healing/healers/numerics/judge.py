@@ -1,0 +1,203 @@
+"""Judges one optimizer step from top to bottom: whether it is fit to be applied, and if not, who heals it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ...instrument.window import Window
+from ...numerics.damaged_checkpoint import DamagedCheckpointHealer
+from ...numerics.memory_while_healing import MemoryWhileHealing
+from ...numerics.nonfinite import NonfiniteHealer
+from ...numerics.observer import StepObserver
+from ...numerics.red_flags import RedFlagHealer
+from ...numerics.spikes import SpikeHealer
+from ...numerics.untrained_run import UntrainedRunHealer
+from ...ranks import votes
+from ...rollback.rollback import Rollback
+from ...run.dispatch import HealingContext
+from ...run.healer import Healer
+from ...run.run import RunContext
+from ...signals import StepSignals
+from .healer import RollbackClimb
+from .loss import DivergenceHealer
+from .nonfinite import CorruptedStateHealer
+from .replicas import ReplicaHealer
+from .state import NumericsState
+
+
+class StepJudge(Healer):
+    """Judges the steps of a run, with gradients computed and nothing applied yet, and hands each to who heals it."""
+
+    def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback) -> None:
+        self.run = run
+        self.numerics = numerics
+        self.rollback = rollback
+        common = run, numerics, rollback
+        self.memory = MemoryWhileHealing(*common)
+        self.damaged_checkpoint = DamagedCheckpointHealer(*common)
+        climb = RollbackClimb(*common, self.damaged_checkpoint)
+        self.red_flags = RedFlagHealer(*common, climb)
+        self.corrupted_state = CorruptedStateHealer(*common, climb)
+        self.replicas = ReplicaHealer(*common, climb)
+        divergence = DivergenceHealer(*common, self.damaged_checkpoint, climb)
+        self.observer = StepObserver(*common, divergence, climb)
+        self.nonfinite = NonfiniteHealer(*common, self.observer, self.damaged_checkpoint, climb)
+        self.spikes = SpikeHealer(*common, self.observer, divergence, climb)
+        self.untrained_run = UntrainedRunHealer(*common, self.damaged_checkpoint)
+
+    def judge(self, window: Window) -> None:
+        """Judges one step. It is left as it is, healed in place, or left out; or the run ends."""
+        if self.rollback.copies_in_doubt:
+            # A step later: what is copied anew in every step is healed by now.
+            self.corrupted_state.look_at_copies()
+        self.memory.contain(lambda: self._judge(window), window)
+
+    def _judge(self, window: Window) -> None:
+        compares = self.replicas.due(window.step)
+        signals = self._signals(window, self.replicas.digest if compares else None)
+        if window.has_news:
+            self._exchange_news()
+        if self._heal_replicas(window, compares, suspicious=not signals.finite):
+            # What was to be judged was computed with weights that were not the same on all ranks.
+            self._take(window, self._signals(window), undisturbed=False)
+            return
+        undisturbed = True
+        if signals.finite and not window.stop_wanted and not window.rollback_wanted:
+            # What the detectors see is the same on all ranks: nothing to meet for.
+            with self.run.instrument.failsafe.noted():
+                undisturbed = self._look(window, signals)
+        else:
+            undisturbed = self._look(window, signals)
+        if not signals.finite:
+            # Rows that were left out may be drawn again by any rank, right after the last step of an epoch.
+            self._exchange_news()
+        self._take(window, signals, undisturbed)
+
+    def _exchange_news(self) -> None:
+        self.run.news.exchange(self.run.instrument.view.device)
+
+    def _heal_replicas(self, window: Window, compared: bool, suspicious: bool) -> bool:
+        """Heals weights that are not the same on all ranks any more; returns whether there were any."""
+        apart = window.apart
+        if not compared:
+            if not (suspicious and self.replicas.known):
+                return False
+            apart = self.replicas.apart()
+        if self.replicas.note(window.step, apart):
+            self.replicas.choose_interval()
+        return apart and self.replicas.heal(window)
+
+    def _look(self, window: Window, signals: StepSignals) -> bool:
+        """Looks at a step, and heals it; returns whether it was left as it is."""
+        numerics = self.numerics
+        if window.engine.left_out_by_itself:
+            self.untrained_run.note_skipped(window.step)
+        self.untrained_run.stop_unless_training(window.step)
+        if window.stop_wanted:
+            self.red_flags.stop(window)
+        if numerics.repeatability.owed and signals.finite:
+            numerics.repeatability.measure(window)
+            signals = self._signals(window)
+        self.observer.step_begins(signals)
+        opened = numerics.opened + numerics.watch.opened
+        symptom = numerics.detector.judge(signals, window.scaler_active)
+        if symptom is not None:
+            self.nonfinite.heal(window, symptom)
+        elif window.rollback_wanted:
+            self.red_flags.roll_back(window)
+        elif signals.finite:
+            self._judge_finite(window, signals)
+        return signals.finite and not window.skipped and numerics.opened + numerics.watch.opened == opened
+
+    def _take(self, window: Window, signals: StepSignals, undisturbed: bool) -> None:
+        """Takes in a step that is about to be applied."""
+        states = self.rollback.states
+        control = states.keep_batch(window, signals.loss)
+        calm = undisturbed and self.numerics.calm
+        due = states.step_taken(window.step, calm, control, self.replicas.compared_since)
+        tensors = states.promote(window.step) if due else []
+        states.verify_checkpoints(window.step)
+        self.damaged_checkpoint.end_trial()
+        if tensors:
+            self.corrupted_state.heal_silent(window, tensors)
+
+    def _signals(self, window: Window, digest: Callable[[], torch.Tensor] | None = None) -> StepSignals:
+        return window.signals(
+            stop=self.run.stop.incident is not None,
+            roll_back=self.numerics.roll_back_for is not None,
+            leave=self.run.leave_asked(),
+            news=self.run.news.waiting,
+            digest=digest,
+        )
+
+    def _judge_finite(self, window: Window, signals: StepSignals) -> None:
+        symptom = self.observer.panel.alarming(signals)
+        if symptom is not None and self.spikes.heals:
+            with self.run.instrument.failsafe.together():
+                self.spikes.heal(window, symptom)
+            return
+        self.observer.remember_spike(signals)
+        if symptom is not None:
+            self.spikes.report(symptom)
+        self.observer.take_in(window, signals)
+
+    def rate_scale(self, step: int) -> float:
+        return self.numerics.learning_rate.scale(step)
+
+    def stepped(self) -> None:
+        instrument = self.run.instrument
+        if instrument.engine.left_out_by_itself and instrument.window is not None:
+            self.untrained_run.note_skipped(instrument.window.step)
+
+    # ---- between two steps ----
+
+    def metrics(self, training: bool, summary: bool) -> dict[str, float]:
+        instrument = self.run.attachment.instrument
+        return self.numerics.metrics(None if instrument is None else instrument.view.step, training)
+
+    def checkpoints_wait(self) -> bool:
+        return self.numerics.watch.open
+
+    def owes_checkpoint(self) -> bool:
+        return self.numerics.watch.owed
+
+    def checkpoint_waits(self) -> None:
+        self.numerics.watch.owed = True
+
+    def before_save(self, step: int) -> None:
+        self.numerics.watch.owed = False
+
+    def vouch_for_state(self) -> None:
+        """
+        Right before a checkpoint is written, or rows are generated for an evaluation: searches the state for NaN and
+        Inf that no loss has shown, and heals what it finds, so that the checkpoint can be trusted.
+        """
+        self.memory.contain(self.corrupted_state.vouch_for_state, None)
+
+    def heal_interrupted_step(self, context: HealingContext) -> None:
+        """
+        After an `optimizer.step()` that raised and may have updated some weights and not others: back to the newest
+        trusted state, with the steps since then applied again if that can be done; this step is computed again, too.
+        """
+        self.memory.contain(lambda: self.corrupted_state.heal_interrupted_step(context), context.window, unsound=True)
+
+    def read_logs(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Holds a log against the metric rules. A rule that ends the run does so before the next step is applied."""
+        self.red_flags.read_logs(step, logs)
+
+    def last_step_taken(self) -> None:
+        """
+        Heals weights that turned NaN with the last step, which would be handed over as trained, and ends as failed a
+        run most of whose steps are not in the weights, or none of those since it was resumed.
+        """
+        self.corrupted_state.look_at_copies()
+        device = self.run.instrument.view.device
+        if votes.any_rank("news at the end", self.run.news.waiting, device):
+            self.run.news.exchange(device)
+        # What cannot be looked at is not handed over as trained.
+        self.memory.contain(self.corrupted_state.heal_the_end, None, unsound=True)
+        if not self.run.instrument.leaving.begun:
+            self.untrained_run.stop_unless_trained()

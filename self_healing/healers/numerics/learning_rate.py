@@ -1,0 +1,165 @@
+"""How much of the schedule's learning rate is in force: cut after a failure, held, ramped back, raised on request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...config.healing_config import HealingConfig
+
+
+# Held for as long as the second moments of AdamW remember, and at least this many steps.
+_LEAST_HOLD = 100
+# ... but for no more than a tenth of the run.
+_LARGEST_SHARE = 10
+_LEAST_WARMUP = 10
+# From one step to the next.
+_RESTART = 2.0
+
+
+class ScheduleWatch:
+    """
+    Notices that the schedule has raised the learning rate again after it had fallen: a warm restart, after which the
+    loss rises for a while, as it is meant to. A warm-up is no such thing.
+    """
+
+    def __init__(self) -> None:
+        self.raised_at: int | None = None
+        self._last = self._highest = 0.0
+
+    @property
+    def rate(self) -> float:
+        """The rate the schedule asked for at the step that was taken in last."""
+        return self._last
+
+    def observe(self, step: int, rate: float) -> None:
+        """Takes in the rate the schedule asks for at a step."""
+        if rate >= _RESTART * self._last and 0 < self._last < self._highest:
+            self.raised_at = step
+        self._last, self._highest = rate, max(rate, self._highest)
+
+    def raised_lately(self, step: int, within: int) -> bool:
+        """Whether that was less than so many steps ago."""
+        return self.raised_at is not None and step - self.raised_at < within
+
+
+class LearningRateControl:
+    """The factor between the learning rate that the schedule asks for and the one that is used."""
+
+    def __init__(self, config: HealingConfig) -> None:
+        self.config = config
+        self.hold = config.lr_hold_steps or _LEAST_HOLD
+        self.ramp = config.lr_ramp_steps or self.hold
+        self.warmup = _LEAST_WARMUP
+        self.reductions = 0
+        self._level = 1.0
+        self._ceiling = 1.0
+        self._changed_at = 0
+        self._exponent = 1
+        self._warm_from: int | None = None
+
+    def begin(self, max_steps: int, beta2: float | None) -> None:
+        """Takes in how long the run is and how long its optimizer remembers."""
+        memory = 0 if beta2 is None or not 0 <= beta2 < 1 else round(1 / (1 - beta2))
+        hold = self.config.lr_hold_steps or max(_LEAST_HOLD, memory)
+        self.hold = max(min(hold, max_steps // _LARGEST_SHARE), 1) if max_steps > 0 else hold
+        self.ramp = self.config.lr_ramp_steps or self.hold
+        self.warmup = max(self.hold // 2, _LEAST_WARMUP)
+
+    @property
+    def touched(self) -> bool:
+        """Whether the rate has ever been anything but the schedule's."""
+        return self.reductions > 0 or self._level != 1.0 or self._warm_from is not None
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no further reduction is allowed."""
+        return self.reductions >= self.config.max_lr_reductions
+
+    def scale(self, step: int) -> float:
+        """The factor at an optimizer step (steps finished before it)."""
+        scale = self._scale(step)
+        if self._warm_from is not None and 0 <= step - self._warm_from < self.warmup:
+            scale *= (step - self._warm_from + 1) / self.warmup
+        return scale
+
+    def _scale(self, step: int) -> float:
+        ramped = step - self._changed_at - self.hold + 1
+        if ramped <= 0:
+            return self._level
+        return self._level + (self._ceiling - self._level) * min(ramped / self.ramp, 1.0)
+
+    def reduce(self, step: int, to: float | None = None, blamed: int | None = None) -> float:
+        """Cuts the rate after a failure at a step."""
+        self._cut(step, step if blamed is None else blamed)
+        if to is not None:
+            while self._level > to and not self.exhausted:
+                self._cut(step, step)
+            self._level = self._ceiling = max(to, self._level)
+        return self._level
+
+    def lowest(self, step: int) -> float:
+        """The factor that all reductions which are left would lead to."""
+        trial = LearningRateControl(self.config)
+        trial.hold, trial.ramp = self.hold, self.ramp
+        trial.load_state_dict(self.state_dict())
+        while not trial.exhausted:
+            trial._cut(step, step)
+        return trial._level
+
+    def _cut(self, step: int, blamed: int) -> None:
+        self._settle(blamed)
+        now, held = self._scale(blamed), blamed - self._changed_at < self.hold
+        if now > 1.0:
+            # What was raised on request is given up first.
+            self._level = self._ceiling = 1.0
+        elif self.reductions == 0:
+            self._level, self._ceiling, self._exponent = now * self.config.lr_reduce_factor, now, 1
+        elif now > self._level:
+            self._ceiling = self._level
+        else:
+            # After a level that had held to the end, one cut is an ordinary one again.
+            self._exponent = self._exponent * 2 if held else 1
+            self._level = now * self.config.lr_reduce_factor**self._exponent
+            self._ceiling = (self._level * now) ** 0.5 if held else self._level
+        self.reductions += 1
+        self._changed_at = step
+        self._warm_from = None
+
+    def increase(self, step: int) -> float:
+        """Raises the rate, on request: `lr_increase_factor` times the schedule's, once; the factor from now on."""
+        self._settle(step)
+        if self._scale(step) == 1.0 and self.reductions == 0:
+            self._level = self._ceiling = self.config.lr_increase_factor
+            self._changed_at = step
+        return self._scale(step)
+
+    def warm_up_again(self, step: int) -> int:
+        """Grows from a small part of the rate in force to it, for moments that begin anew; the steps it takes."""
+        self._warm_from = step
+        return self.warmup
+
+    def _settle(self, step: int) -> None:
+        """Takes in that a ramp has come to its end; back at the schedule's rate, earlier reductions are forgotten."""
+        if step - self._changed_at >= max(self.hold + self.ramp, self.config.budget_refund_steps):
+            self._level = self._ceiling
+            if self._level == 1.0:
+                self.reductions = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "level": self._level,
+            "ceiling": self._ceiling,
+            "changed_at": self._changed_at,
+            "exponent": self._exponent,
+            "reductions": self.reductions,
+            "warm_from": self._warm_from,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._level = state["level"]
+        self._ceiling = state["ceiling"]
+        self._changed_at = state["changed_at"]
+        self._exponent = state["exponent"]
+        self.reductions = state["reductions"]
+        self._warm_from = None if state["warm_from"] is None else int(state["warm_from"])

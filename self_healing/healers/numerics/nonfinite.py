@@ -1,0 +1,196 @@
+"""Heals weights and optimizer states that are not finite where no loss has shown it yet."""
+
+from __future__ import annotations
+
+from ...failures.recipes import FAILURE_RECIPES, Action, Cause, FailureType
+from ...hf.state import nonfinite_copies
+from ...instrument.window import Window
+from ...journal.incident import Incident
+from ...numerics.healer import NumericsHealer
+from ...ranks import votes
+from ...rollback.rollback import Rollback
+from ...run.dispatch import HealingContext
+from ...run.incidents import OpenIncident
+from ...run.run import RunContext
+from ...run.went_back import Target, WentBack
+from .healer import RollbackClimb
+from .state import NumericsState
+
+
+# After this vote ranks do not meet any more, if nothing was found.
+LOOKED_AT_END = "the state at the end is not finite"
+
+
+class CorruptedStateHealer(NumericsHealer):
+    """
+    Goes back to a trusted state, between two steps, before a save, or at the end of the run, and applies the steps
+    since then again.
+    """
+
+    def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback, climb: RollbackClimb) -> None:
+        super().__init__(run, numerics, rollback)
+        self._climb = climb
+        self._told_of_state = False
+
+    def heal_silent(self, window: Window, tensors: list[str]) -> None:
+        """Goes back from a state that is not finite, which no loss has shown yet: a row of an embedding, a mean."""
+        instrument = self.instrument
+        found = instrument.view.nonfinite_tensors()
+        if self.config.on_nonfinite != "heal" or not self.on_any_rank("the state is not finite", bool(found)):
+            return
+        with self._open(window.step, found[:20] or tensors, found) as opened:
+            self._climb.take_rung(HealingContext(opened.incident, instrument, window), FailureType.CORRUPTED_STATE)
+
+    def heal_the_end(self) -> None:
+        """After the last step: weights that turned NaN with it would be handed over as trained."""
+        instrument = self.instrument
+        window, step = instrument.window, instrument.view.step
+        if self.config.on_nonfinite != "heal" or not instrument.view.can_reexecute or window is None:
+            return
+        found = instrument.view.nonfinite_tensors()
+        if not self.on_any_rank(LOOKED_AT_END, bool(found)):
+            return
+        best = instrument.trainer.state.best_model_checkpoint if instrument.view.best_model_loaded else None
+        with self._open(step, found[:20], found) as opened:
+            incident = opened.incident
+            in_weights = any(not name.startswith("optimizer:") for name in found)
+            if best is not None and not self.on_any_rank("the best model is not finite", in_weights):
+                self._report(
+                    opened,
+                    f"The best model ({best}) is loaded, and finite: nothing was changed. A checkpoint that was "
+                    "written with this optimizer state is refused at a resume",
+                )
+                return
+            went = self._undo_corruption(incident, window, step)
+            if went is None:
+                context = HealingContext(incident, instrument, window)
+                context.verdict = "the weights at the end of the run are not finite, and there is no trusted state"
+                self.actions.apply((Action.STOP,), context, self.args)
+                return
+            if best is not None:
+                reached = went.step if incident.steps_lost else step
+                incident.evidence["why"] = (
+                    f"The best model ({best}) was not finite: the weights are those of step {reached}"
+                )
+            opened.close("resolved")
+        owed = bool(went.suspects) and not self.rollback.checkpoints.has_good(step)
+        if votes.from_first_rank("a checkpoint is owed", lambda: owed, instrument.view.device):
+            # Otherwise a resume would go back to before the fault.
+            instrument.saves.write_checkpoint()
+
+    def _undo_corruption(self, incident: Incident, window: Window, step: int) -> WentBack | None:
+        """Between two steps: back to the newest trusted state, and the finished steps since then applied again."""
+        run = self.run
+        went = self.rollback.go_back(Target.NEWEST, step - 1, incident.id)
+        if went is None:
+            return None
+        run.journal.acted(incident, Action.ROLL_BACK.value, **went.to_dict())
+        self.numerics.missing.went_back(step, went.trained)
+        replayed = self.rollback.replay(window, self.numerics.is_well, finished=True)
+        incident.steps_lost = went.steps_lost if replayed.steps is None else 0
+        if replayed.steps is None:
+            run.journal.acted(incident, Action.REPLAY_STEPS.value, happened=False, why=replayed.why)
+            incident.figures.append(f"the steps since then were not kept: {replayed.why}")
+        else:
+            self.numerics.missing.applied_again(replayed.steps)
+            run.journal.acted(incident, Action.REPLAY_STEPS.value, **replayed.to_dict())
+            self.numerics.repeatability.owe(incident, replayed.apart)
+            run.outcomes.nothing_lost_since(went.step)
+            went = self.rollback.reinstate(went)
+        self._climb.owe_checkpoint(went)
+        return went
+
+    def vouch_for_state(self) -> None:
+        """Searches what goes into a checkpoint for NaN and Inf that no loss has shown, and heals what it finds."""
+        instrument = self.instrument
+        if not instrument.view.can_reexecute:
+            # The engine holds the optimizer's state, and parts of the weights, where they cannot be looked at.
+            return
+        found = instrument.view.nonfinite_tensors()
+        finite = not self.on_any_rank("the state to be saved is not finite", bool(found))
+        # Or nothing could be done about it at the save before this one.
+        if not finite and not self._told_of_state:
+            with self._open(instrument.view.step, found[:20], found) as opened:
+                finite = self._heal_before_a_save(opened)
+        if not finite:
+            instrument.saves.disown_best()
+        self.rollback.checkpoints.note_search(instrument.view.step, finite)
+        self._told_of_state = not finite
+
+    def _heal_before_a_save(self, opened: OpenIncident) -> bool:
+        run, instrument, incident = self.run, self.instrument, opened.incident
+        window, step = instrument.window or instrument.reentry.interrupted, instrument.view.step
+        if self.config.on_nonfinite != "heal" or window is None or instrument.leaving.begun:
+            return self._report(opened, "It is not healed here; no checkpoint of it is trusted")
+        if not self.rollback.can_go_back():
+            return self._report(opened, "There is no trusted state to go back to; no checkpoint of it is trusted")
+        context = HealingContext(incident, instrument, window)
+        if not run.budget.spend(step):
+            context.verdict = (
+                f"{FAILURE_RECIPES[FailureType.CORRUPTED_STATE].diagnosis.rstrip('.')}; the budget of "
+                f"{self.config.max_recovery_attempts} attempts without progress is spent"
+            )
+            self.actions.apply((Action.STOP,), context, self.args)
+        with instrument.random_state_kept():
+            went = self._undo_corruption(incident, window, step)
+        if went is None:
+            # What is frozen is in no snapshot.
+            context.verdict = f"no trusted state is any better: {', '.join(instrument.view.nonfinite_tensors()[:5])}"
+            self.actions.apply((Action.STOP,), context, self.args)
+            return False
+        if incident.steps_lost:
+            # It is not what was evaluated.
+            instrument.saves.disown_best()
+            self.rollback.give_up_steps(step - 1)
+            self.numerics.went_back(incident)
+            opened.wait()
+        else:
+            opened.close("resolved")
+        return True
+
+    def look_at_copies(self) -> None:
+        """Reports copies of the weights beside the model that are not finite, which no rollback reaches, each once."""
+        journal, found = self.run.journal, nonfinite_copies(self.instrument.trainer)
+        self.rollback.copies_in_doubt = False
+        told = [each for each in journal.incidents if each.symptom == "nonfinite_copy" and each.outcome == "reported"]
+        for incident in told:
+            if found.pop(incident.cause, None) is None:
+                journal.closed(incident, "self_recovered")
+        for name, counts in found.items():
+            with self.run.incident(self.instrument.view.step, "nonfinite_copy", counts) as opened:
+                opened.diagnosed(FailureType.CORRUPTED_COPY, name)
+                opened.close("reported")
+
+    def _open(self, step: int, tensors: list[str], nonfinite: list[str]) -> OpenIncident:
+        """Every rank has to come, also one whose own state is finite."""
+        ranks = self.ranks_with(nonfinite)
+        opened = self.incident(step, "nonfinite_state", {"tensors": tensors})
+        opened.diagnosed(FailureType.CORRUPTED_STATE, Cause.CORRUPTED_STATE, ranks)
+        return opened
+
+    def _report(self, opened: OpenIncident, why: str) -> bool:
+        """Says why nothing was done. Gives `False`: the state is not finite."""
+        opened.incident.evidence["why"] = why
+        opened.close("reported")
+        return False
+
+    def heal_interrupted_step(self, context: HealingContext) -> None:
+        """Goes back where an `optimizer.step()` may have updated some weights and not others."""
+        if context.window is None:
+            raise ValueError("going back in the middle of a run needs `context.window`")
+        if not self.rollback.can_go_back():
+            context.verdict += (
+                "; it may have updated some weights and not others, and there is no trusted state to go back to, "
+                "neither in memory nor on disk"
+            )
+            self.actions.apply(Action.STOP, context, self.args)
+        self.instrument.optimizer_step.undone()
+        # Where the steps since then could not be applied again the first time, they are lost.
+        replaying = () if context.window.skipped else (Action.REPLAY_STEPS,)
+        self.actions.apply((Action.ROLL_BACK, *replaying), context, self.args)
+        if context.went_back is None:
+            context.verdict += "; it may have updated some weights and not others, and no trusted state was any better"
+            self.actions.apply(Action.STOP, context, self.args)
+        self._climb.owe_checkpoint(context.went_back)
+        if not context.window.skipped:
+            self.clip(context.window, context.window.signals())

@@ -1,0 +1,188 @@
+"""The actions of this family: on the step in hand, on weights and optimizer state, and on the learning rate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers import TrainingArguments
+
+from ...failures.recipes import Action, FailureType
+from ...hf.adapter import Instrument
+from ...hf.state import reset_moments
+from ...inspection.model import check_model_init
+from ...rollback.rollback import Rollback
+from ...run.dispatch import CarryOut, HealingContext
+from ...run.run import RunContext
+from ..inspection import check_data_quality, vocabulary_of
+from .state import NumericsState
+
+
+class NumericsRemedies:
+    """Heals steps inside of them, goes back to trusted states, and changes the learning rate."""
+
+    def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback) -> None:
+        self._run = run
+        self._numerics = numerics
+        self._rollback = rollback
+
+    def table(self) -> dict[Action, CarryOut]:
+        """The actions, and what does each."""
+        return {
+            Action.USE_REEXECUTED_STEP: self._use_reexecuted_step,
+            Action.DROP_ROWS: self._drop_rows,
+            Action.SKIP_STEP: self._skip_step,
+            Action.CLIP_GRADIENT: self._clip_gradient,
+            Action.HOLD_CHECKPOINTS: self._hold_checkpoints,
+            Action.ROLL_BACK: self._roll_back,
+            Action.REPLAY_STEPS: self._replay_steps,
+            Action.REDUCE_LEARNING_RATE: self._reduce_learning_rate,
+            Action.INCREASE_LEARNING_RATE: self._increase_learning_rate,
+            Action.RESET_MOMENTS: self._reset_moments,
+            Action.CHECK_DATA_QUALITY: self._check_data_quality,
+            Action.CHECK_MODEL_INIT: self._check_model_init,
+        }
+
+    # ---- inside the step ----
+
+    def _use_reexecuted_step(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        context.step_in_hand.accept()
+        self._numerics.repeatability.owe(context.incident)
+        return {}
+
+    def _drop_rows(self, context: HealingContext, args: TrainingArguments) -> dict[str, Any]:
+        window, diagnosis = context.step_in_hand, context.diagnosis
+        if diagnosis is None:
+            raise ValueError("drop_rows needs the diagnosis that names the rows")
+        keep: dict[int, list[int]] = {}
+        for index, bad in diagnosis.poison.items():
+            layout = window.layout(index)
+            if layout is not None:
+                keep[index] = [row for row in range(layout.rows) if row not in set(bad)]
+        remaining = diagnosis.rows - diagnosis.poison_rows
+        if remaining == 0:
+            return self._skip_step(context, args) | {"dropped": diagnosis.poison_rows, "kept": remaining}
+        if not window.compute_again(keep).finite:
+            # The rows were not the whole story: one rung up.
+            return self._skip_step(context, args) | {"dropped": diagnosis.poison_rows, "kept": remaining}
+        window.accept()
+        return {"dropped": diagnosis.poison_rows, "kept": remaining}
+
+    def _skip_step(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        gone_back, before = context.went_back is not None, context.step_in_hand.skipped
+        self._numerics.missing.left_out(context.step_in_hand.step)
+        context.step_in_hand.skip(self._numerics.detector.last_loss, keep_buffers=gone_back)
+        if gone_back:
+            # It is one of the steps that going back has lost.
+            self._rollback.give_up_steps(context.step_in_hand.step)
+        elif not before:
+            context.incident.steps_lost += 1
+        return {"skipped": True}
+
+    def _clip_gradient(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        window, usual = context.step_in_hand, context.clip_to
+        if usual is None:
+            raise ValueError("clip_gradient needs the norm to clip to")
+        window.accept()
+        norm = min(window.signals().grad_norm or 0.0, self._run.instrument.view.max_grad_norm or math.inf)
+        if usual < norm:
+            window.scale_gradients(usual / norm, always=False)
+        return {"norm": norm, "clipped_to": min(usual, norm)}
+
+    def _hold_checkpoints(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        # The open watch is what the instrument asks before it lets a checkpoint be written.
+        self._numerics.watch.hold(context.incident)
+        return {}
+
+    # ---- another state, another rate ----
+
+    def _roll_back(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        instrument, incident = context.running, context.incident
+        step, missing = instrument.view.step, self._numerics.missing
+        before = missing.count
+        went = context.went_back = self._rollback.go_back(context.target, step, incident.id)
+        if went is None:
+            return {"why": "there is no trusted state, neither in memory nor on disk", "happened": False}
+        self._numerics.went_back(incident)
+        # Asked for between two steps, no step is left out for it.
+        missing.went_back(step + (context.window is not None), went.trained)
+        # Steps since that state which were missing before are lost already, in this incident or an earlier one.
+        incident.steps_lost += max(missing.count - before, 0)
+        incident.figures.append(f"back to the state of step {went.step}")
+        return went.to_dict()
+
+    def _replay_steps(self, context: HealingContext, args: TrainingArguments) -> dict[str, Any]:
+        window, numerics = context.step_in_hand, self._numerics
+        if context.went_back is None:
+            return {"why": "the run has not gone back to any state", "happened": False}
+        of_the_state = context.incident.failure in (
+            FailureType.CORRUPTED_STATE,
+            FailureType.REPLICAS_DIFFER,
+            FailureType.OUT_OF_MEMORY,
+        )
+        replayed = self._rollback.replay(
+            window, numerics.is_well, loss_in_question=not of_the_state, unlike_from=context.unlike_from
+        )
+        if replayed.steps is None:
+            self._run.journal.acted(context.incident, Action.REPLAY_STEPS.value, happened=False, why=replayed.why)
+            context.incident.figures.append(f"the steps since then were not kept: {replayed.why}")
+            return self._skip_step(context, args)
+        window.accept()
+        numerics.missing.applied_again(replayed.steps + 1)
+        numerics.ladder.healed(context.incident.failure)
+        if context.incident.failure is FailureType.CORRUPTED_STATE:
+            context.went_back = self._rollback.reinstate(context.went_back)
+        context.incident.steps_lost = 0
+        context.incident.figures.append(f"{replayed.steps} steps since then applied again")
+        numerics.repeatability.owe(context.incident, replayed.apart)
+        self._run.outcomes.nothing_lost_since(context.went_back.step)
+        return replayed.to_dict()
+
+    def _reduce_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        instrument = context.running
+        before = instrument.view.learning_rate
+        self._numerics.learning_rate.reduce(instrument.view.step, context.rate_scale, context.blamed_step)
+        self._numerics.note_rate(instrument.view.learning_rate)
+        context.incident.figures.append(f"learning rate from {before:.3g} to {instrument.view.learning_rate:.3g}")
+        control = self._numerics.learning_rate
+        return self._rate(instrument) | {"from": before, "hold_steps": control.hold, "ramp_steps": control.ramp}
+
+    def _increase_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        instrument = context.running
+        step = instrument.view.step
+        before = self._numerics.learning_rate.scale(step)
+        if self._run.config.lr_increase_factor <= 1:
+            return {"why": "lr_increase_factor=1: it was not asked for", "happened": False}
+        after = self._numerics.learning_rate.increase(step)
+        return self._rate(instrument) | {"happened": after != before}
+
+    def _rate(self, instrument: Instrument) -> dict[str, Any]:
+        control = self._numerics.learning_rate
+        scale = control.scale(instrument.view.step)
+        return {"scale": scale, "learning_rate": instrument.view.learning_rate, "reductions": control.reductions}
+
+    def _reset_moments(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        instrument = context.running
+        if not reset_moments(instrument.trainer):
+            why = "this optimizer is not known to make its state anew, and was left as it is"
+            return {"why": why, "happened": False}
+        steps = self._numerics.learning_rate.warm_up_again(instrument.view.step)
+        return {"warmup_steps": steps}
+
+    # ---- looking for a cause ----
+
+    def _check_data_quality(self, context: HealingContext, args: TrainingArguments) -> dict[str, Any]:
+        trainer = context.running.trainer
+        found = check_data_quality(
+            trainer.train_dataset,
+            vocabulary=vocabulary_of(trainer.model),
+            max_length=getattr(args, "max_length", None),
+        )
+        return self._note_findings(context, "data", found.to_dict())
+
+    def _check_model_init(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        return self._note_findings(context, "model", check_model_init(context.running.trainer.model).to_dict())
+
+    def _note_findings(self, context: HealingContext, what: str, found: dict[str, Any]) -> dict[str, Any]:
+        context.incident.evidence[f"check_{what}"] = found
+        return {f"check_{what}": found}

@@ -1,0 +1,493 @@
+"""
+The calls of a model, run over fewer rows at a time; shape suffixes: B rows of a batch, T tokens.
+
+A loss is computed from what a model gives for a batch: here it sees the outputs of all rows, whichever way these were
+computed. That is exact for every loss and every metric, as long as the model treats its rows one by one, and needs no
+other rank. With gradients each chunk is computed again in the backward pass (`torch.utils.checkpoint`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from ...call_shape import CallShape, Kind
+from ...hf.batches import Layout, segments_of, select_rows
+from ...ranks import votes
+from .sizes import KnownSizes
+
+
+IGNORED_LABEL = -100
+# In the order in which they say how many rows a call has.
+_MAIN_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "input_values", "input_features", "pixel_values")
+# Arguments whose first dimension is never that of the rows.
+_OF_NO_ROW = frozenset(
+    {
+        *("num_items_in_batch", "logits_to_keep", "cache_position"),
+        *("generation_config", "bad_words_ids", "force_words_ids", "eos_token_id", "pad_token_id", "suppress_tokens"),
+        *("begin_suppress_tokens", "sequence_bias", "stop_strings", "tokenizer", "processor"),
+    }
+)
+# Arguments of `generate` that may know the rows by their place in the batch, or see one batch only.
+_OF_THE_BATCH = (
+    *("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria", "streamer", "assistant_model"),
+    "custom_generate",
+)
+# What an earlier call has left for this one, as transformers names it: the second from 5.24 on.
+_CACHES = ("past_key_values", "cache", "cache_params", "past_buckets_states", "mems")
+# Rotary embeddings of these kinds depend on the largest position in the batch.
+_ROPE_BY_LENGTH = ("dynamic", "longrope")
+
+
+class CannotSplit(Exception):
+    """A call cannot be made for some rows after the other; the message says why, for the journal."""
+
+
+@dataclass(slots=True)
+class _KeptLoss:
+    """A loss that a model was to compute for some rows: with what, and what it was given instead."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    placeholder: torch.Tensor
+
+
+class ModelCalls:
+    """Runs the calls of one module, and its generation, over as many rows at a time as fit."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        sizes: KnownSizes,
+        device: torch.device,
+        together: bool,
+        whole: Callable[[], bool],
+    ) -> None:
+        self._module = module
+        self._sizes = sizes
+        self._device = device
+        self._together = together
+        self._whole = whole
+        self._inside = False
+        # Why calls were made whole: lately, and those of a kind for good.
+        self.refused = ""
+        self._given_up: dict[Kind, str] = {}
+        self._adds_up_by = ""
+        self.pieces = 1
+
+    def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of the module."""
+        trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self._module.parameters())
+        shape = None if self._inside else shape_of_call("train" if trains else "forward", args, kwargs)
+        if shape is None:
+            return original(*args, **kwargs)
+        segments = segments_of(kwargs)
+        groups = [] if trains and self._whole() else self._groups(shape, segments, args, kwargs)
+        if groups:
+            try:
+                return self._in_chunks(original, shape, groups, segments, args, kwargs)
+            except CannotSplit as refusal:
+                self.refused = self._given_up[shape.kind] = str(refusal)
+        return self._run(original, shape, args, kwargs)
+
+    def generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of `generate`: the same prompts and the same distribution, other draws."""
+        shape = shape_of_call("generate", args, kwargs)
+        if shape is None:
+            return original(*args, **kwargs)
+        new = self._setting("max_new_tokens", args, kwargs)
+        longest = max(shape.length, int(self._setting("max_length", args, kwargs) or 0))
+        shape = replace(shape, length=longest if new is None else shape.length + int(new))
+        groups = self._groups(shape, None, args, kwargs)
+        if groups:
+            try:
+                return self._generated_in_chunks(original, shape, groups, args, kwargs)
+            except CannotSplit as refusal:
+                self.refused = str(refusal)
+        return self._run(original, shape, args, kwargs)
+
+    def _run(self, original: Callable[..., Any], shape: CallShape, args: Sequence[Any], kwargs: Any) -> Any:
+        with self._running(shape):
+            result = original(*args, **kwargs)
+        self._sizes.ran(shape)
+        return result
+
+    @contextlib.contextmanager
+    def _running(self, shape: CallShape) -> Iterator[None]:
+        """While a call of this size runs, calls inside of it pass through."""
+        self._sizes.begins(shape)
+        inside, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = inside
+
+    # ---- which rows ----
+
+    def _groups(
+        self, shape: CallShape, segments: Layout | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Sequence[int]]:
+        """The rows, or sequences, of each chunk; none where the call is made whole."""
+        allowed = self._sizes.rows_for(shape)
+        wanted, groups, refusal = -(-shape.rows // allowed), list[Sequence[int]](), ""
+        if wanted > 1 or self._together:
+            refusal = self._given_up.get(shape.kind, "")
+            if shape.kind == "generate":
+                refusal = self._why_generated_whole(args, kwargs)
+            refusal = refusal or self._why_whole(segments, args, kwargs)
+            if shape.kind != "generate" and kwargs.get("use_cache"):
+                refusal = "the call asks for cached keys and values (use_cache=True)"
+        if wanted > 1 and segments is not None and not refusal:
+            try:
+                groups.extend(groups_of_segments(kwargs, segments, allowed))
+            except CannotSplit as refused:
+                refusal = str(refused)
+        if self._together:
+            # Each call gathers weights from all ranks: they make equally many.
+            most = 1 if refusal or segments is not None else shape.rows
+            most_wanted, fewest = votes.largest("the chunks of a call", [wanted, -most], self._device)
+            count = round(min(most_wanted, -fewest))
+        else:
+            count = 1 if refusal else wanted
+        if wanted > 1 and count == 1:
+            self.refused = refusal or "another rank cannot split its part of it"
+        return [] if count == 1 else groups or [*spans(shape.rows, count)]
+
+    def _why_whole(self, segments: Layout | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """Says why the rows of a call are not computed one after the other; empty if they can be."""
+        if self._sizes.made_together and not self._together:
+            return "other ranks take part in a forward of the model, as often as this one makes it"
+        modules = list(self._module.modules())
+        if any(isinstance(each, _BatchNorm) and each.training for each in modules):
+            return "batch normalisation computes its statistics over all rows of the batch"
+        if any(not isinstance(kwargs.get(name), bool | None) for name in _CACHES) or any(map(_is_cache, args)):
+            return "the call goes on from cached keys and values"
+        by_length = any(getattr(each, "rope_type", None) in _ROPE_BY_LENGTH for each in modules)
+        if by_length and kwargs.get("position_ids") is not None:
+            return "its rotary embedding depends on the largest position in the batch"
+        return "a flattened batch with positional arguments" if segments is not None and args else ""
+
+    def _why_generated_whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        for name in _OF_THE_BATCH:
+            if kwargs.get(name):
+                return f"`{name}` may look at the whole batch"
+        if any(callable(value) and not isinstance(value, torch.Tensor) for value in args):
+            return "a function among the positional arguments may look at the whole batch"
+        if self._setting("return_dict_in_generate", args, kwargs):
+            return "generation returns more than the tokens (return_dict_in_generate=True)"
+        return ""
+
+    # ---- chunks ----
+
+    def _in_chunks(
+        self,
+        original: Callable[..., Any],
+        shape: CallShape,
+        groups: Sequence[Sequence[int]],
+        segments: Layout | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        outputs, losses, shapes, flat = [], [], [], segments is not None
+        for group in groups:
+            size, part, named = _part(shape, group, segments, args, kwargs)
+            output, loss = self._chunk(original, size, part, named)
+            self._sizes.ran(size)
+            outputs.append(output)
+            losses.append(loss)
+            shapes.append(size)
+        of_all: dict[int, Any] = {}
+        if losses[0] is not None:
+            # The loss of all rows, from the logits of all rows.
+            positional, named = _joined([(each.args, each.kwargs) for each in losses], shapes, flat, {})
+            of_all[id(losses[0].placeholder)] = _innermost(self._module).loss_function(*positional, **named)
+        elif kwargs.get("fused_lm_head"):
+            # Of TRL, which has the model give the log-probability of each token.
+            items = kwargs.get("num_items_in_batch")
+            count = sum(each.label_mask.sum() for each in outputs).clamp(min=1) if items is None else items
+            of_all[id(outputs[0].loss)] = -sum(each.log_probs.sum() for each in outputs) / count
+        elif isinstance(loss := getattr(outputs[0], "loss", None), torch.Tensor) and loss.dim() == 0:
+            weights = self._weights(original, shape, groups, segments, args, kwargs)
+            # The mean over no labels at all is NaN, and counts nothing.
+            counting = [each.loss * weight for each, weight in zip(outputs, weights, strict=True) if weight]
+            of_all[id(loss)] = sum(counting) if counting else loss
+        result = _joined(outputs, shapes, flat, of_all)
+        self.pieces = max(self.pieces, len(groups))
+        return result
+
+    def _chunk(
+        self, original: Callable[..., Any], shape: CallShape, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """The outputs for some rows, and what their loss is computed from, if the model computes one."""
+
+        def compute(_: Any) -> tuple[Any, Any]:
+            with self._running(shape), _losses_kept(_innermost(self._module), kwargs) as kept:
+                output = original(*args, **kwargs)
+            if any(loss.placeholder._version for loss in kept):
+                raise CannotSplit("the model adds something to its loss")
+            return output, kept[0] if kept else None
+
+        main = main_input(args, kwargs)
+        if shape.kind != "train":
+            return compute(main)
+        # ZeRO-3 has let go of gathered weights by the time that their sizes are compared.
+        check = "none" if self._together else "default"
+        # What it is given says on which device random states are kept for the backward pass.
+        return checkpoint(compute, main, use_reentrant=False, determinism_check=check)  # type: ignore[no-any-return]
+
+    def _weights(
+        self,
+        original: Callable[..., Any],
+        shape: CallShape,
+        groups: Sequence[Sequence[int]],
+        segments: Layout | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> list[float]:
+        """
+        What the losses of chunks count for, of a model that computes them past its `loss_function`: a mean over labels
+        or over rows, whichever gives the loss of two rows.
+        """
+        labels = kwargs.get("labels")
+        by_row = isinstance(labels, torch.Tensor) and labels.dim() > 0 and labels.size(0) == shape.rows
+        if self._together or segments is not None or labels is None or not by_row:
+            raise CannotSplit("the model gives one value for all rows (a loss past its `loss_function`)")
+        counted = labels.flatten(1) != IGNORED_LABEL if labels.dim() > 1 else torch.ones_like(labels)[:, None]
+        counts: list[int] = counted.sum(1).tolist()
+        ways = {"labels": counts, "rows": [1] * shape.rows}
+        way = self._adds_up_by
+        if not way:
+            low, high = counts.index(min(counts)), counts.index(max(counts))
+            pair = [low, high if low != high else (low + 1) % shape.rows]
+
+            def loss(rows: list[int]) -> float:
+                _, part, named = _part(shape, rows, None, args, kwargs)
+                with self._running(replace(shape, rows=len(rows))), torch.no_grad(), _in_evaluation(self._module):
+                    return float(original(*part, **named).loss)
+
+            both, of_each = loss(pair), [loss([row]) for row in pair]
+
+            def mean(amounts: list[int]) -> float:
+                weighed = sum(each * amounts[row] for each, row in zip(of_each, pair, strict=True))
+                return weighed / max(sum(amounts[row] for row in pair), 1)
+
+            way = next((each for each in ways if abs(mean(ways[each]) - both) <= 1e-3 * abs(both)), "")
+            if not way:
+                raise CannotSplit("the model gives one value for all rows, which is no mean over rows or labels")
+            if labels.dim() == 1 or counts[pair[0]] != counts[pair[1]]:
+                self._adds_up_by = way
+        amounts = ways[way]
+        return [sum(amounts[row] for row in group) / max(sum(amounts), 1) for group in groups]
+
+    def _generated_in_chunks(
+        self,
+        original: Callable[..., Any],
+        shape: CallShape,
+        groups: Sequence[Sequence[int]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        pieces = []
+        for group in groups:
+            size, part, named = _part(shape, group, None, args, kwargs)
+            piece = self._run(original, size, part, named)
+            if not isinstance(piece, torch.Tensor) or piece.dim() != 2 or piece.size(0) % size.rows:
+                raise CannotSplit("generation returns something else than the tokens")
+            pieces.append(piece)
+        self.pieces = max(self.pieces, len(pieces))
+        longest, padding = max(piece.size(1) for piece in pieces), self._padding(args, kwargs)
+        padded = [torch.nn.functional.pad(piece, (0, longest - piece.size(1)), value=padding) for piece in pieces]
+        return torch.cat(padded)
+
+    def _setting(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """As `generate` takes it: from its arguments, their configuration, the model's."""
+        configs = [kwargs.get("generation_config"), *args, getattr(self._module, "generation_config", None)]
+        values = [kwargs.get(name), *(getattr(config, name, None) for config in configs if _is_config(config))]
+        return next((value for value in values if value is not None), None)
+
+    def _padding(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        found = self._setting("pad_token_id", args, kwargs)
+        found = self._setting("eos_token_id", args, kwargs) if found is None else found
+        found = found.flatten().tolist() if isinstance(found, torch.Tensor) else found
+        return int((found[0] if isinstance(found, (list, tuple)) else found) or 0)
+
+
+@contextlib.contextmanager
+def _losses_kept(model: Any, kwargs: Mapping[str, Any]) -> Iterator[list[_KeptLoss]]:
+    """Keeps what a model of transformers gives to its `loss_function`, to be computed for all rows at once."""
+    kept: list[_KeptLoss] = []
+    if not hasattr(model, "loss_function") or all(kwargs.get(each) is None for each in ("labels", "shift_labels")):
+        yield kept
+        return
+    function, own = model.loss_function, "_loss_function" in vars(model)
+
+    def keep(*args: Any, **named: Any) -> torch.Tensor:
+        main = main_input(args, named)
+        kept.append(_KeptLoss(args, named, torch.zeros((), device=None if main is None else main.device)))
+        return kept[-1].placeholder
+
+    model.loss_function = keep
+    try:
+        yield kept
+    finally:
+        if own:
+            model.loss_function = function
+        else:
+            del model._loss_function
+
+
+@contextlib.contextmanager
+def _in_evaluation(module: torch.nn.Module) -> Iterator[None]:
+    modes = {each: each.training for each in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, mode in modes.items():
+            each.training = mode
+
+
+def _innermost(module: torch.nn.Module) -> Any:
+    """The model below adapters and compilation."""
+    unwrapped: Any = getattr(module, "get_base_model", lambda: module)()
+    return getattr(unwrapped, "_orig_mod", unwrapped)
+
+
+def _is_config(value: Any) -> bool:
+    return hasattr(value, "pad_token_id") and hasattr(value, "eos_token_id") and not callable(value)
+
+
+def _is_cache(value: Any) -> bool:
+    return "Cache" in type(value).__name__
+
+
+# ---- rows of what a model is called with, and of what it gives ----
+
+
+def main_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The tensor that says how many rows a call has; `None` if it has none."""
+    for value in (*(kwargs.get(name) for name in _MAIN_INPUTS), *args, *kwargs.values()):
+        found = main_input((), value) if isinstance(value, Mapping) else value
+        if isinstance(found, torch.Tensor) and found.dim() > 0:
+            return found
+    return None
+
+
+def shape_of_call(kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallShape | None:
+    """The size of a call; `None` if there is no tensor in it."""
+    main = main_input(args, kwargs)
+    if main is None:
+        return None
+    if kind != "generate" and segments_of(kwargs) is not None:
+        return CallShape(kind, main.size(1), 1)
+    return CallShape(kind, main.size(0), main.size(1) if main.dim() > 1 else 1)
+
+
+def spans(total: int, count: int) -> list[range]:
+    """The rows of each of so many chunks: of even sizes, so that none is a mere rest."""
+    return [range(*each) for each in itertools.pairwise(total * index // count for index in range(count + 1))]
+
+
+def groups_of_segments(batch: Mapping[str, Any], segments: Layout, allowed: int) -> list[list[int]]:
+    """Groups of whole sequences of a flattened batch, of at most `allowed` tokens and at least one sequence."""
+    labels, starts = batch.get("labels"), segments.starts
+    inner = list(starts[1:-1])
+    if isinstance(labels, torch.Tensor) and inner and bool((labels[0, inner] != IGNORED_LABEL).any()):
+        raise CannotSplit("sequences of a flattened batch predict the first token of the next one")
+    groups: list[list[int]] = []
+    filled = allowed
+    for segment in range(segments.rows):
+        tokens = starts[segment + 1] - starts[segment]
+        if filled + tokens > allowed:
+            groups.append([])
+            filled = 0
+        groups[-1].append(segment)
+        filled += tokens
+    return groups
+
+
+def _part(
+    shape: CallShape,
+    group: Sequence[int],
+    segments: Layout | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[CallShape, tuple[Any, ...], dict[str, Any]]:
+    """Some rows, or sequences, of the arguments of a call."""
+    if segments is not None:
+        tokens = sum(segments.starts[each + 1] - segments.starts[each] for each in group)
+        return replace(shape, rows=tokens), (), select_rows(kwargs, segments, group)
+    # A view, where they follow each other.
+    rows = slice(group[0], group[-1] + 1) if group[-1] - group[0] == len(group) - 1 else [*group]
+    part = tuple(_rows_of(value, shape.rows, rows) for value in args)
+    named = {name: _rows_of(value, shape.rows, rows, name) for name, value in kwargs.items()}
+    return replace(shape, rows=len(group)), part, named
+
+
+def _rows_of(value: Any, total: int, rows: slice | list[int], name: str = "") -> Any:
+    """The part of an argument that belongs to some rows; what belongs to no row stays."""
+    if name in _OF_NO_ROW or _is_config(value) or isinstance(value, (str, bool, int, float, torch.dtype, type(None))):
+        return value
+    if isinstance(value, torch.Tensor):
+        if name == "position_ids" and value.dim() == 3 and value.size(1) == total:
+            # Positions in time, height and width: (3, B, T).
+            return value[:, rows]
+        if value.dim() > 0 and value.size(0) == total:
+            return value[rows]
+        if value.dim() > 1 and value.size(0) != 1:
+            raise CannotSplit(
+                f"`{name or 'an input'}` has {value.size(0)} entries for {total} rows: it is not known which belong "
+                "to which (images laid out by patch)"
+            )
+        return value
+    if isinstance(value, Mapping):
+        parts = {key: _rows_of(inner, total, rows, str(key)) for key, inner in value.items()}
+        make: Any = type(value)
+        return make(**parts) if is_dataclass(value) else make(parts)
+    if isinstance(value, list) and len(value) == total:
+        return value[rows] if isinstance(rows, slice) else [value[row] for row in rows]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_rows_of(inner, total, rows, name) for inner in value)
+    raise CannotSplit(f"`{name or 'an input'}` is a {type(value).__name__}, of which the rows are not known")
+
+
+def _joined(values: Sequence[Any], shapes: Sequence[CallShape], flat: bool, of_all: Mapping[int, Any]) -> Any:
+    """Puts together what was given for some rows after the other."""
+    leaves, structures = zip(*(tree_flatten(value, is_leaf=_is_cache) for value in values), strict=True)
+    if any(structure != structures[0] for structure in structures):
+        raise CannotSplit("the model gives something for some rows that it does not give for others")
+    joined = [
+        of_all[id(each[0])] if id(each[0]) in of_all else _joined_leaf(each, shapes, flat)
+        for each in zip(*leaves, strict=True)
+    ]
+    return tree_unflatten(joined, structures[0])
+
+
+def _joined_leaf(values: Sequence[Any], shapes: Sequence[CallShape], flat: bool) -> Any:
+    first, dim = values[0], 1 if flat else 0
+    if _is_cache(first):
+        # Keys and values of some rows only are of no use.
+        return None
+    if not isinstance(first, torch.Tensor) or first.dim() == 0:
+        if all(value is first or (not isinstance(first, torch.Tensor) and value == first) for value in values):
+            return first
+        raise CannotSplit("the model gives one value for all rows (a loss that its `loss_function` does not compute)")
+    parts = []
+    for place, (value, shape) in enumerate(zip(values, shapes, strict=True)):
+        missing = shape.rows - value.size(dim) if value.dim() > dim else -1
+        # Predictions of the next token have no entry for a chunk's last one, where the whole batch has one (ignored).
+        if missing not in ((0, 1) if flat else (0,)):
+            raise CannotSplit(f"the model gives a tensor of size {tuple(value.shape)} for {shape}")
+        padded = missing == 1 and place < len(values) - 1
+        parts.append(torch.nn.functional.pad(value, (*(0, 0) * (value.dim() - 2), 0, 1)) if padded else value)
+    if len({(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}) > 1:
+        raise CannotSplit("the model gives tensors of sizes that depend on the rows it is given")
+    return torch.cat(parts, dim=dim)

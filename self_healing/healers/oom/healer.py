@@ -1,0 +1,652 @@
+"""Heals out-of-memory errors: frees memory, tries again, runs the model over fewer rows at a time, or gives up."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...call_shape import CallShape
+from ...failures.classify import classify_exception, text_of
+from ...failures.recipes import Action, FailureType
+from ...files import of_rank
+from ...hf.adapter import Instrument
+from ...hf.memory import OutOfMemory, is_out_of_memory, with_room
+from ...hf.view import TrainerView
+from ...instrument.batch_size import CannotReduce, smaller_batch
+from ...instrument.device_memory import (
+    alloc_retries,
+    free_memory,
+    record_memory_history,
+    room_of,
+    write_memory_snapshot,
+)
+from ...instrument.gradients import is_sharded
+from ...instrument.interception import Interception
+from ...instrument.window import Window
+from ...journal.incident import Incident
+from ...memory.advice import (
+    BATCHES_MOVED,
+    ENGINE_ADVICE,
+    OPTIMIZER_ADVICE,
+    SMALLER_BATCHES,
+    advice_on,
+    figures_in_words,
+    size_in_words,
+)
+from ...ranks import votes
+from ...rollback.ring import SnapshotRing
+from ...run.claims import Claim, claim_by_recipe
+from ...run.dispatch import HealingContext
+from ...run.healer import Healer
+from ...run.incidents import OpenIncident
+from ...run.run import RunContext
+from .calls import ModelCalls
+from .microbatches import Microbatches
+from .sizes import KnownSizes, MemoryState, SizesFile
+
+
+logger = logging.getLogger("self_healing")
+
+# This many failures that passed by themselves within this many steps are no accident: the size is at the limit.
+_OFTEN, _LATELY = 3, 50
+
+
+class MemoryHealer(Healer):
+    """Heals the out-of-memory errors of one `train()` call."""
+
+    def __init__(
+        self,
+        run: RunContext,
+        state: MemoryState,
+        free_batches: Callable[[bool], int],
+        note_recomputed: Callable[[Incident], None],
+        go_back: Callable[[HealingContext], None],
+    ) -> None:
+        self.run = run
+        self.config = run.config
+        self.actions = run.remedies
+        self._state = state
+        self._free_batches = free_batches
+        self._note_recomputed = note_recomputed
+        self._go_back = go_back
+        self._models = _SplitModels(run, state.sizes)
+        self._file = SizesFile(run, state)
+        # What is being dealt with, over several attempts, and what actions need to know of it.
+        self._opened: OpenIncident | None = None
+        self._context: HealingContext | None = None
+        # Whether the incident is about an `optimizer.step()`, which ends with the step and not with what is computed.
+        self._stepping = False
+        self._attempts = 0
+        self._failed: set[CallShape] = set()
+        self._passed: deque[int] = deque(maxlen=_OFTEN)
+        # The state right before the step that is being taken.
+        self._backup: _OptimizerBackup | None = None
+        self._snapshot_written = False
+        # Until the exception has left train(): a smaller batch needs another entry.
+        self._claim: Claim | None = None
+        # What to do about the memory that ran out on this rank alone, until its exception has left train().
+        self._told = ""
+        self._alloc_retries: int | None = None
+
+    # ---- a run begins ----
+
+    def attach(self, first: bool) -> None:
+        """Called with the instrument attached: what earlier processes and entries learned is put to use."""
+        instrument = self._instrument
+        if self.config.on_oom == "raise" or not instrument.view.can_reexecute:
+            return
+        if first:
+            self._file.read()
+        self.run.news.on("sizes", self._take_in_sizes)
+        self._state.sizes.begin_step(instrument.view.step)
+        self._state.sizes.room = room_of(instrument.view.device)
+        self._state.sizes.failure_is_fatal = votes.world_size() > 1
+        self._state.sizes.may_fail_once = instrument.one_rank.possible
+        if self._state.checkpointing_activations:
+            instrument.activation_checkpointing.switch_on()
+        if self._has_limits():
+            self._models.watch()
+        if self.config.optimizer_step_backup:
+            self._backup = _OptimizerBackup()
+        if self.config.oom_memory_snapshot:
+            record_memory_history(instrument.view.device)
+
+    def _has_limits(self) -> bool:
+        """Whether a size is known not to fit; where all ranks have to split alike, on any of them."""
+        limits, view = self._state.sizes.limits, self._instrument.view
+        if not view.sharded:
+            return limits
+        limits = votes.any_rank("a size is known not to fit", limits, view.device)
+        why = self._why_not_split()
+        if limits and why:
+            logger.warning(
+                "What did not fit in memory in an earlier start will not fit in this one: it cannot be split, because "
+                "%s. %s",
+                why,
+                SMALLER_BATCHES,
+            )
+        return limits
+
+    def metrics(self, training: bool, summary: bool) -> dict[str, float]:
+        """Gives whether calls were split since the last log, and whether the device is nearly full."""
+        found: dict[str, float] = {}
+        if not self.config.healing_metrics:
+            return found
+        pieces = self._models.pieces
+        if pieces > 1:
+            found["healing/split_into"] = pieces
+        self._models.count_from_here()
+        if self.run.attachment.instrument is None:
+            return found
+        retries = alloc_retries(self._instrument.view.device)
+        if self._alloc_retries is not None and retries > self._alloc_retries:
+            found["healing/alloc_retries"] = retries
+            if self._alloc_retries == 0:
+                logger.warning(
+                    "Step %d: the device is nearly full: the allocator had to release its cache and ask again "
+                    "(%d times), which makes steps slow. The next larger batch may not fit.",
+                    self._instrument.view.step,
+                    retries,
+                )
+        self._alloc_retries = retries
+        return found
+
+    # ---- in a training step, or an evaluation ----
+
+    @property
+    def heals_memory(self) -> bool:
+        """Whether anything is done at all."""
+        return self.config.on_oom == "heal"
+
+    @property
+    def passes(self) -> Microbatches | None:
+        """Those that training steps are computed in, where their calls are split; `None` where they are not."""
+        return self._models.passes
+
+    def handle_oom(self, ran_out: OutOfMemory, window: Window | None) -> bool:
+        """Takes the next rung of the ladder; `False` where the error has to pass."""
+        sizes = self._state.sizes
+        if self._stepping:
+            # While steps are applied again: the state gone back to is good as it is.
+            return False
+        shape = self._shape(ran_out)
+        if self._context is None and shape is not None and sizes.is_tried(shape):
+            self._take_back_the_try(shape, ran_out, window)
+            return True
+        context = self._begin(ran_out, window)
+        self._free(context, ran_out)
+        if ran_out.place == "vLLM":
+            return self._handle_oom_in_engine(ran_out, context)
+        if self._attempts == 1 and not self._passes_often:
+            # The second attempt is watched, so that it is known what did not fit.
+            sizes.forget_attempt()
+            self._models.watch()
+            return True
+        if shape is not None and shape not in self._failed and shape.rows > 1:
+            self._failed.add(shape)
+            context.shape = shape
+            self.actions.apply(Action.SPLIT_BATCH, context, self._args)
+            return True
+        return self._climb(ran_out, context, shape)
+
+    def _handle_oom_in_engine(self, ran_out: OutOfMemory, context: HealingContext) -> bool:
+        """Tries once more with the memory freed: what a vLLM engine in this process lacks says nothing about sizes."""
+        self._state.sizes.forget_attempt()
+        free = self._instrument.view.engine_is_free_of_requests()
+        if free and self._attempts == 1:
+            return True
+        if ran_out.alone:
+            return self._end_the_job(ran_out)
+        why = "its engine has kept requests of the call that failed, and would mix them with the next ones"
+        if free:
+            why = "freeing cached memory did not help"
+        context.verdict = f"out of memory in vLLM, which generates in this process: {why}; {figures_in_words(ran_out)}"
+        context.incident.evidence["remedy"] = ENGINE_ADVICE
+        self._stop(context, ran_out)
+        return False
+
+    def _take_back_the_try(self, shape: CallShape, ran_out: OutOfMemory, window: Window | None) -> None:
+        """A size was tried on purpose, and does not fit yet: no incident."""
+        sizes, step = self._state.sizes, self._instrument.view.step
+        sizes.failed(shape, with_gradients=window is not None)
+        if window is not None and not ran_out.alone:
+            window.discard()
+        free_memory(self._instrument.view.device)
+        # The next try comes later than the last one, and on all ranks.
+        self.run.news.tell("sizes", self._file.content)
+        self.run.journal.event("larger_size_failed", step, call=shape.kind, rows=shape.rows, length=shape.length)
+        logger.info("Step %d: %s does not fit; no step is lost, and it is tried again later.", step, shape)
+
+    def _shape(self, ran_out: OutOfMemory) -> CallShape | None:
+        """
+        Finds what was running in this attempt: in a backward pass the last call with gradients, in generation that,
+        else the last one that began. `None` where it was no call of a model.
+        """
+        sizes = self._state.sizes
+        if ran_out.place in ("generation", "vLLM"):
+            return sizes.begun.get("generate") if ran_out.place == "generation" else None
+        begun = sizes.begun.get("train") if ran_out.place == "backward" else None
+        return begun or sizes.last_begun
+
+    @property
+    def _passes_often(self) -> bool:
+        """Whether trying once more has helped again and again, and is a waste of time by now."""
+        return len(self._passed) == _OFTEN and self._instrument.view.step - self._passed[0] <= _LATELY
+
+    def _climb(self, ran_out: OutOfMemory, context: HealingContext, shape: CallShape | None) -> bool:
+        """Takes a rung beyond splitting: fewer activations, a smaller batch, or the end."""
+        if self._instrument.retry.experimenting:
+            # The run does not need it: nothing that lasts is done for it, and nothing is saved while it goes on.
+            return False
+        run, incident = self.run, context.incident
+        refusals = self._models.refusals
+        why = f"it cannot be split by rows: {refusals[-1]}" if refusals else "it cannot be split any further"
+        why = self._instrument.view.why_not_split or why
+        if "not_split" not in incident.evidence:
+            run.journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, incident.cause, {"not_split": why})
+        if ran_out.alone:
+            return self._end_the_job(ran_out)
+        in_training = context.window is not None and ran_out.place in ("forward", "backward")
+        if in_training and self._may_checkpoint_activations(context):
+            self._failed.clear()
+            return True
+        if in_training and run.may_enter_again and self.config.oom_reduce_batch:
+            try:
+                plan = smaller_batch(
+                    self._instrument.trainer, self._instrument.objective.name, refusals[-1] if refusals else ""
+                )
+            except CannotReduce as refusal:
+                why = f"{why}; the batch cannot be made smaller either: {refusal}"
+            else:
+                # The wrapper takes it from here: it has to enter `train()` again. What did not help is taken back.
+                self._state.checkpointing_activations = False
+                self._claim = Claim(self._end().incident, Action.REDUCE_BATCH_SIZE, batch=plan)
+                return False
+        context.verdict = (
+            f"out of memory in {ran_out.place}: {size_in_words(shape)}; {why}; {figures_in_words(ran_out)}"
+        )
+        incident.evidence["remedy"] = advice_on(ran_out, in_training and not run.may_enter_again)
+        self._stop(context, ran_out)
+        return False
+
+    @property
+    def has_claim(self) -> bool:
+        """Whether a smaller batch is to be trained on as soon as the exception has left `train()`."""
+        return self._claim is not None
+
+    def claim(self, error: BaseException) -> Claim | None:
+        """Claims the out-of-memory error that nothing inside `train()` cures."""
+        claim, self._claim = self._claim, None
+        if self._opened is not None:
+            # Something else went wrong while a smaller size was tried: whether it fits is not known.
+            self.run.journal.closed(self._end().incident, "unresolved")
+        told, self._told = self._told, ""
+        failure = classify_exception(error)
+        if claim is None and told and failure is FailureType.OUT_OF_MEMORY:
+            evidence = {"message": text_of(error)[:500], "remedy": told}
+            incident = self.run.journal.open(self.run.step, "out_of_memory", evidence)
+            self.run.journal.diagnosed(incident, failure, "out of memory", {})
+            return claim_by_recipe(incident, failure)
+        if claim is None or failure is FailureType.OUT_OF_MEMORY:
+            return claim
+        # The user's code has put an exception of its own in the place of the error.
+        return claim_by_recipe(claim.incident, failure)
+
+    def _may_checkpoint_activations(self, context: HealingContext) -> bool:
+        if not self.config.oom_activation_checkpointing or self._state.checkpointing_activations:
+            return False
+        done = self.actions.apply(Action.CHECKPOINT_ACTIVATIONS, context, self._args)
+        return bool(done["checkpointing"])
+
+    def _stop(self, context: HealingContext, ran_out: OutOfMemory) -> None:
+        context.error = ran_out.error
+        self._file.write()
+        self._end()
+        self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self._args)
+
+    def on_success(self) -> None:
+        """Ends an open incident: a micro-batch or an evaluation batch has been computed."""
+        sizes = self._state.sizes
+        self._told = ""
+        if self._claim is not None:
+            # The user's code has let the error pass that a smaller batch was to cure.
+            claim, self._claim = self._claim, None
+            self.run.dealing_with(claim.incident).close("self_recovered")
+        self._models.on_success()
+        if self._context is not None and not self._stepping:
+            if self._attempts == 1:
+                self._passed.append(self._context.incident.step)
+                if self._context.window is not None and votes.world_size() == 1:
+                    # Of several ranks the others know nothing of it, and what follows takes all of them.
+                    self._note_recomputed(self._context.incident)
+            self._say_what_was_split(self._context)
+            if self._context.shape is not None:
+                self.run.news.tell("sizes", self._file.content)
+            self._end().close("resolved")
+            if not sizes.limits and not self._passes_often:
+                self._models.leave_alone()
+        if sizes.changed:
+            sizes.changed = False
+            self._file.write()
+
+    def _say_what_was_split(self, context: HealingContext) -> None:
+        pieces = self._models.pieces
+        if context.shape is not None and pieces > 1:
+            context.incident.figures.append(
+                f"{context.shape} did not fit: split into up to {pieces} pieces from here on, which takes longer"
+            )
+        elif self._attempts == 1:
+            context.incident.figures.append("the second attempt, at full size, went through")
+
+    # ---- in `optimizer.step()` ----
+
+    def about_to_step(self) -> None:
+        """Notes, or keeps, what is needed to undo a step that runs out of memory half-way."""
+        if self._backup is not None and not self._backup.take(self._instrument.view):
+            self._backup = None
+        self._state.sizes.begin_step(self._instrument.view.step + 1)
+
+    def stepped(self) -> None:
+        """The step is done."""
+        if self._context is not None:
+            self._end().done()
+
+    def run_ends(self, step: int) -> None:
+        """Closes the incident of what was tried after the last step, and did not fit."""
+        if self._opened is not None:
+            self._end().close("unresolved")
+
+    def handle_oom_in_optimizer_step(self, ran_out: OutOfMemory, window: Window | None) -> bool:
+        """
+        A step that changed nothing yet is taken again; one that may have is undone from its backup, or by going back
+        to a trusted state. The third time updates are made parameter by parameter, which takes less memory at a time.
+        """
+        if window is None:
+            return False
+        if not self._instrument.optimizer_step.can_be_taken_again:
+            self._told = OPTIMIZER_ADVICE
+            return False
+        context, instrument = self._begin(ran_out, window), self._instrument
+        self._stepping = True
+        context.verdict = f"out of memory in optimizer.step(), {self._attempts} times: {figures_in_words(ran_out)}"
+        context.incident.evidence["remedy"] = OPTIMIZER_ADVICE
+        untouched = instrument.optimizer_step.undo()
+        self._free(context, ran_out)
+        weights, undone = self._undo_step(untouched)
+        if context.incident.evidence.get("weights") != weights:
+            cause = context.incident.cause
+            self.run.journal.diagnosed(context.incident, FailureType.OUT_OF_MEMORY, cause, {"weights": weights})
+        if ran_out.alone and (not undone or self._attempts > 1):
+            # Another kind of update would not be that of the other ranks.
+            return self._end_the_job(ran_out)
+        if not undone:
+            self._go_back(context)
+        if self._attempts == 3 and instrument.optimizer_step.update_one_by_one():
+            context.incident.figures.append("weights are updated one by one from here on (foreach=False)")
+        elif self._attempts >= 3:
+            self._stop(context, ran_out)
+        return True
+
+    def _undo_step(self, untouched: bool) -> tuple[str, bool]:
+        """Undoes a step, if it can. Gives what has become of the weights, and whether they are as before the step."""
+        if untouched:
+            return "untouched: the optimizer was making its state", True
+        if self._backup is not None and self._backup.restore(self._instrument.view):
+            self._instrument.optimizer_step.undone()
+            return "put back from the copy made before the step", True
+        return "some may be updated and others not", False
+
+    # ---- one of several processes ----
+
+    def _end_the_job(self, ran_out: OutOfMemory) -> bool:
+        """Gives up on one rank alone: what is left to be done takes the other ranks, and they wait for this one."""
+        self.oom_on_one_rank(ran_out)
+        self._end().close("unresolved")
+        return False
+
+    def oom_on_one_rank(self, ran_out: OutOfMemory) -> None:
+        """Writes down what did not fit, so that the next start of the job begins with smaller pieces."""
+        if ran_out.place in ("vLLM", "optimizer step"):
+            # No size of a call is to blame.
+            self._told = ENGINE_ADVICE if ran_out.place == "vLLM" else OPTIMIZER_ADVICE
+        else:
+            self._told = self._note_for_the_next_start(ran_out)
+        # Not a warning: of those the terminal shows what the first rank has to say.
+        logger.error(
+            "Step %d: out of memory in %s on process %d of several, and the others are waiting for it. %s",
+            self._instrument.view.step,
+            ran_out.place,
+            self._args.process_index,
+            self._told,
+        )
+
+    def _note_for_the_next_start(self, ran_out: OutOfMemory) -> str:
+        """Writes down what did not fit; says why it is not healed here, and what the next start does."""
+        sizes, one_rank, shape = self._state.sizes, self._instrument.one_rank, self._shape(ran_out)
+        failed = shape or self._whole_batch(ran_out)
+        sizes.failed(failed, with_gradients=ran_out.place != "evaluation")
+        sizes.made_together |= bool(one_rank.meets_in_forward)
+        self._file.write()
+        why_not_here = "" if ran_out.alone else one_rank.why_not(ran_out.place)
+        here = f"It is not computed again here alone: {why_not_here}. " if why_not_here else ""
+        why = self._why_not_split()
+        then = f"cannot split it: {why}. {SMALLER_BATCHES}" if why else "splits it."
+        what = shape or f"{failed.rows} rows"
+        return f"{here}{self._file.path.name} says what did not fit ({what}), and the next start of the job {then}"
+
+    def _take_in_sizes(self, rank: int, content: Mapping[str, Any]) -> None:
+        """Splits alike from here on what did not fit on another rank: this one would only wait for it."""
+        if self.config.on_oom == "heal" and self._file.take_over(content, own=False):
+            self._models.watch()
+            self._file.write()
+
+    def _why_not_split(self) -> str:
+        """Says why calls of the model are not split, as far as is known by now; empty if they are."""
+        refusals = self._models.refusals
+        return self._instrument.view.why_not_split or (refusals[-1] if refusals else "")
+
+    def _whole_batch(self, ran_out: OutOfMemory) -> CallShape:
+        """Gives what the first failure of a process says, whose calls are not watched yet."""
+        if ran_out.place == "generation":
+            of_all = int(getattr(self._args, "generation_batch_size", None) or 1)
+            return CallShape("generate", max(of_all // votes.world_size(), 1), 1)
+        if ran_out.place == "evaluation":
+            return CallShape("forward", self._args.per_device_eval_batch_size, 1)
+        return CallShape("train", self._args.per_device_train_batch_size, 1)
+
+    # ---- what is written down ----
+
+    def _begin(self, ran_out: OutOfMemory, window: Window | None) -> HealingContext:
+        self._attempts += 1
+        if self._context is not None:
+            return self._context
+        self._models.forget_refusals()
+        instrument = self._instrument
+        evidence: dict[str, Any] = {
+            "place": ran_out.place,
+            "raised_in": ran_out.raised_in,
+            "message": str(ran_out.error)[:500],
+            "requested_bytes": ran_out.requested,
+            "memory": ran_out.figures,
+        }
+        if window is not None:
+            evidence["batch"] = window.shapes()
+        if self.config.oom_memory_snapshot and not self._snapshot_written:
+            path = str(of_rank(self.run.directory / "memory_snapshot.pickle", self.run.journal.rank))
+            self._snapshot_written = write_memory_snapshot(path, instrument.view.device)
+            evidence["memory_snapshot"] = path if self._snapshot_written else "only for CUDA"
+        self._opened = self.run.incident(instrument.view.step, "out_of_memory", evidence)
+        cause = f"out of {'host' if ran_out.on_host else 'device'} memory in {ran_out.place}"
+        self._opened.diagnosed(FailureType.OUT_OF_MEMORY, cause)
+        self._opened.incident.figures.append(figures_in_words(ran_out))
+        self._context = HealingContext(self._opened.incident, instrument, window)
+        return self._context
+
+    def _free(self, context: HealingContext, ran_out: OutOfMemory) -> None:
+        if context.window is not None and not self._stepping and not ran_out.alone:
+            # The step is computed again from its beginning. An update that is made again needs its gradients.
+            context.window.discard()
+        freed = self._free_batches(ran_out.on_host)
+        if freed:
+            context.incident.figures.append(BATCHES_MOVED[ran_out.on_host].format(freed / 1e6))
+        if self._attempts == 1:
+            self.actions.apply(Action.FREE_MEMORY, context, self._args)
+        else:
+            free_memory(self._instrument.view.device)
+
+    def _end(self) -> OpenIncident:
+        """Ends the incident, whichever way; it is closed by the caller."""
+        assert self._opened is not None
+        opened, self._opened = self._opened, None
+        opened.stop_clock()
+        self._context, self._attempts, self._stepping = None, 0, False
+        self._failed.clear()
+        return opened
+
+    @property
+    def _instrument(self) -> Instrument:
+        return self.run.instrument
+
+    @property
+    def _args(self) -> Any:
+        return self._instrument.trainer.args
+
+
+class _SplitModels:
+    """Has every call of a trainer's models go over as few rows as it has to, until it is released."""
+
+    def __init__(self, run: RunContext, sizes: KnownSizes) -> None:
+        self._run = run
+        self._sizes = sizes
+        self._splits: list[ModelCalls] = []
+        self._interceptions: list[Interception] = []
+        self._passes: Microbatches | None = None
+
+    def watch(self) -> None:
+        """Begins to split calls that are known not to fit, where they can be split."""
+        instrument, sizes = self._run.instrument, self._sizes
+        view = instrument.view
+        if self._splits or not view.can_split_calls:
+            return
+        sizes.made_together |= bool(instrument.one_rank.meets_in_forward)
+        self._passes = Microbatches(instrument, sizes) if view.may_compute_in_passes else None
+        for model in view.models():
+            calls = ModelCalls(model, sizes, view.device, is_sharded(model), self._in_passes)
+            self._interceptions.append(instrument.intercept_calls(model, calls.call))
+            if hasattr(model, "generate"):
+                self._interceptions.append(instrument.intercept(model, "generate", calls.generate))
+            self._splits.append(calls)
+
+    def _in_passes(self) -> bool:
+        return self._passes is not None and self._passes.running
+
+    def leave_alone(self) -> None:
+        """Gives the models their own calls back."""
+        self._run.instrument.release_calls(self._interceptions)
+        self._splits, self._interceptions, self._passes = [], [], None
+
+    @property
+    def passes(self) -> Microbatches | None:
+        """Those that training steps are computed in, where their calls are split; `None` where they are not."""
+        return self._passes
+
+    @property
+    def pieces(self) -> int:
+        """Most pieces a call was split into."""
+        return max((each.pieces for each in self._all), default=1)
+
+    @property
+    def _all(self) -> list[ModelCalls | Microbatches]:
+        return [*self._splits, *([] if self._passes is None else [self._passes])]
+
+    def count_from_here(self) -> None:
+        """Forgets how many pieces calls were split into so far."""
+        for each in self._all:
+            each.pieces = 1
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why calls could not be split, oldest first."""
+        return [calls.refused for calls in self._splits if calls.refused]
+
+    def forget_refusals(self) -> None:
+        """Begins with another incident."""
+        for calls in self._splits:
+            calls.refused = ""
+
+    def on_success(self) -> None:
+        """Takes in that what was split has been computed."""
+        if self._splits:
+            self._sizes.on_success()
+
+
+class _OptimizerBackup:
+    """Copies weights and optimizer state to host memory before each step, and puts them back."""
+
+    def __init__(self) -> None:
+        self._ring = SnapshotRing(generations=1)
+
+    def take(self, view: TrainerView) -> bool:
+        """Copies the state before a step. Gives `False` where there is no host memory for it."""
+        try:
+            self._ring.take(view.live_state(), view.step, {}).wait()
+        except Exception as error:
+            if classify_exception(error) is not FailureType.OUT_OF_MEMORY:
+                raise
+            logger.warning(
+                "Step %d: there is no host memory for the copy that optimizer_step_backup=True makes before each "
+                "step (%s). Training goes on without it.",
+                view.step,
+                error,
+            )
+            return False
+        return True
+
+    def restore(self, view: TrainerView) -> bool:
+        """Puts back what was copied before the step. Gives `False` where that is not possible."""
+        before = self._ring.candidate
+        if before is None:
+            return False
+        try:
+            with_room(lambda: self._ring.restore(before, view.live_state()), view.device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("Step %d: the copy made before the step could not be put back.", view.step)
+            return False
+        return True
+
+
+class MemoryOutsideOfModel:
+    """
+    Handles out-of-memory errors of one run that left `train()` and come from no call of the model (a callback, the
+    data): the step is done once more with the memory freed; soon again, with a smaller batch, which leaves more
+    memory to everything else.
+    """
+
+    def __init__(self, run: RunContext, trainer: Any) -> None:
+        self._config = run.config
+        self._run = run
+        self._trainer = trainer
+        self._ran_out_at: int | None = None
+
+    def claim(self, error: BaseException, incident: Incident) -> Claim | None:
+        """Claims an exception that no healer does; `None` if it is none of memory, or they are not to be healed."""
+        if classify_exception(error) is not FailureType.OUT_OF_MEMORY or self._config.on_oom != "heal":
+            return None
+        step = int(self._trainer.state.global_step)
+        last, self._ran_out_at = self._ran_out_at, step
+        if last is None or step - last > _LATELY:
+            return Claim(incident, Action.FREE_MEMORY)
+        instrument = self._run.attachment.instrument
+        if self._config.oom_reduce_batch and instrument is not None:
+            try:
+                plan = smaller_batch(self._trainer, instrument.objective.name)
+            except CannotReduce as refusal:
+                incident.evidence["not_reduced"] = str(refusal)
+                logger.warning("Step %d: the batch cannot be made smaller: %s.", step, refusal)
+            else:
+                return Claim(incident, Action.REDUCE_BATCH_SIZE, batch=plan)
+        return Claim(incident, Action.FREE_MEMORY if step > last else Action.STOP)

@@ -1,0 +1,258 @@
+"""Writes down how a run ends, or this process's part in it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ...checkpoints.choice import newest_checkpoint_of, newest_marked_checkpoint_of
+from ...exceptions import UnrecoverableTrainingError
+from ...failures.classify import add_note, classify_exception, comes_from_a_collective, describe_exception
+from ...failures.recipes import ASKS_FOR_A_NEW_RUN, FAILURE_RECIPES, Action, FailureType
+from ...instrument.objective import what_is_trained
+from ...journal.incident import Incident
+from ...journal.postmortem import where_to_go_on
+from ...launcher import EXIT_FOR_RESTART
+from ...ranks.messages import Failure
+from ...ranks.naming import where_all_are
+from ...restarts.attempts import Attempts
+from ...restarts.departure import Departure
+from ...run.record import Ending
+from ...run.run import RunContext
+from .emergency import publish, remove_emergency_checkpoints
+
+
+logger = logging.getLogger("self_healing")
+
+# For what other ranks have to say, a postmortem waits so many seconds.
+_HEARING_OF_IT, _HEARING_WHERE = 2.5, 1.5
+
+
+class RunEnding:
+    """Writes down how a run ends, or this process's part in it: closes what is open, and leaves a postmortem."""
+
+    def __init__(self, run: RunContext, attempts: Attempts, departure: Departure) -> None:
+        self.run = run
+        self.attempts = attempts
+        self.departure = departure
+
+    # ---- an incident that nothing cures ----
+
+    def stop(
+        self, incident: Incident, verdict: str, error: BaseException | None = None, resume_from: str | None = None
+    ) -> UnrecoverableTrainingError:
+        """Ends the run with an incident whose remedies are spent."""
+        run, attempts = self.run, self.attempts
+        failure = incident.failure or FailureType.USER_CODE
+        self._close_as_fatal(incident)
+        self._close_what_it_was_dealt_with_in()
+        run.journal.dealt_with(incident)
+        point, checkpoint = attempts.resume_point, None
+        if point is not None and point.step == self.step:
+            checkpoint = point.path = publish(point.path, self._output_dir)
+        older = resume_from
+        if checkpoint is None and older is None:
+            # Of a run that came to nothing the newest checkpoint is no better than its end.
+            verified = failure is FailureType.NOT_TRAINED
+            older = newest_checkpoint_of(run.run_id, self._output_dir, verified=verified)
+        advice = str(incident.evidence.get("remedy") or FAILURE_RECIPES[failure].advice)
+        if failure not in ASKS_FOR_A_NEW_RUN:
+            advice += f" {where_to_go_on(checkpoint or older)}"
+        # Noted, so that a start that is refused names it, and writes none over it.
+        path = attempts.postmortem = self._write_postmortem(verdict, failure, error, checkpoint, advice, older)
+        return UnrecoverableTrainingError(
+            f"Training stopped at step {self.step}: {verdict.rstrip('.')}. What to do: {advice} "
+            f"Postmortem: {path or 'could not be written, see the log'}.",
+            failure=failure,
+            postmortem=path,
+        )
+
+    def _close_what_it_was_dealt_with_in(self) -> None:
+        """An incident may end the run while another one is dealt with: the postmortem tells of that one, too."""
+        for each in self.run.journal.incidents:
+            # The watchdog closes its own when it stops.
+            if each.outcome == "open" and each.failure is not FailureType.HANG:
+                self.run.journal.closed(each, "unresolved")
+
+    def stop_for_exception(
+        self,
+        incident: Incident,
+        failure: FailureType,
+        error: BaseException,
+        resume_from: Any,
+        verdict: str | None = None,
+    ) -> str:
+        """Ends the run with an exception that left `train()`."""
+        run, attempts = self.run, self.attempts
+        self._close_as_fatal(incident)
+        path = resume_from if isinstance(resume_from, str) else None
+        emergency = older = None
+        if attempts.resume_point is not None and attempts.resume_point.path == path:
+            emergency = publish(attempts.resume_point.path, self._output_dir)
+        elif path is not None and FAILURE_RECIPES[failure].saves_first:
+            older = path
+        else:
+            # What this entry began with need not be the newest.
+            older = newest_checkpoint_of(run.run_id, self._output_dir) or path
+        remedy = incident.evidence.get("remedy") if incident.failure is failure else None
+        advice = f"{remedy or FAILURE_RECIPES[failure].advice} {where_to_go_on(emergency or older)}"
+        attempts.postmortem = self._write_postmortem(
+            verdict or describe_exception(error), failure, error, emergency, advice, older
+        )
+        run.journal.dealt_with(incident)
+        return advice
+
+    def stop_for_lost_device(
+        self, incident: Incident, error: BaseException, verdict: str, restart_code: int | None
+    ) -> None:
+        """Ends this process's part because the device is lost."""
+        run, attempts = self.run, self.attempts
+        if restart_code is not None:
+            run.journal.acted(incident, Action.EXIT_FOR_RESTART.value, exit_code=restart_code)
+        else:
+            self._close_as_fatal(incident)
+        newest = newest_marked_checkpoint_of(run.run_id, self._output_dir) or attempts.first_resume
+        advice = f"{FAILURE_RECIPES[FailureType.DEVICE].advice} {where_to_go_on(newest)}"
+        attempts.postmortem = self._write_postmortem(verdict, FailureType.DEVICE, error, None, advice, newest)
+        run.journal.dealt_with(incident)
+
+    def end_process(self, why: str, failure: Failure | None, code: int) -> None:
+        """
+        Writes down that this process is about to be ended from the inside: because of a hang, or with another rank.
+        """
+        run, attempts = self.run, self.attempts
+        if failure is not None or run.ranks.known:
+            kind = FailureType.HANG if failure is None else failure.failure
+            newest = newest_marked_checkpoint_of(run.run_id, self._output_dir) or attempts.first_resume
+            advice = f"{FAILURE_RECIPES[kind].advice} {where_to_go_on(newest)}"
+            attempts.postmortem = self._write_postmortem(why, kind, None, None, advice, newest)
+        ending = Ending.RESTART if code == EXIT_FOR_RESTART else Ending.FAILED
+        if failure is not None and failure.failure is FailureType.PREEMPTED:
+            ending = Ending.PREEMPTED
+        elif failure is not None and failure.for_good:
+            ending = Ending.GAVE_UP
+        attempts.end(ending, why)
+        # Last: a disk that hangs here keeps nothing from the next process.
+        run.attachment.healers.process_ends()
+
+    def _close_as_fatal(self, incident: Incident) -> None:
+        self.run.journal.acted(incident, Action.STOP.value)
+        self.attempts.steps.close_as_fatal(incident)
+
+    # ---- the wrapper's train() is left ----
+
+    def finish(self) -> None:
+        """
+        Writes down that the run came to its end; what was only there for a restart goes, and what was put off is done.
+        """
+        attempts, preemption = self.attempts, self.departure.preemption
+        attempts.end(Ending.FINISHED)
+        if attempts.resume_point is not None or attempts.taken_up:
+            remove_emergency_checkpoints(self._output_dir)
+        if preemption.raised is not None:
+            raise preemption.raised
+        if preemption.requested is not None:
+            logger.warning(
+                "%s arrived in the last step. The run is complete, and the script goes on after train() until the "
+                "sender of the signal kills the process.",
+                preemption.requested.name,
+            )
+
+    def note_exception(self, error: BaseException) -> None:
+        """Writes down what this process's part ends with, unless that is done, and adds to it where to read on."""
+        try:
+            self._write_down(error)
+        except Exception:
+            logger.exception("How the run ended could not be written down; what ended it is raised unchanged.")
+        # The traceback is what is looked at first.
+        directions = self.run.journal.directions
+        if directions is not None:
+            add_note(error, str(directions))
+
+    def _write_down(self, error: BaseException) -> None:
+        run, attempts, why = self.run, self.attempts, describe_exception(error)
+        if attempts.ended:
+            return
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            attempts.steps.close_outcomes()
+            point = attempts.resume_point
+            path = None if point is None else publish(point.path, self._output_dir)
+            self._write_postmortem_of(error, FailureType.INTERRUPTED, "the run was interrupted", path)
+            attempts.end(Ending.INTERRUPTED, why)
+            return
+        told = isinstance(error, UnrecoverableTrainingError)
+        if not told and run.journal.directions is None:
+            self._write_postmortem_of(error, classify_exception(error), why)
+        attempts.end(Ending.GAVE_UP if self._is_for_good(error) else Ending.FAILED, why)
+        # Those of the emergency checkpoint: the process may be about to end.
+        run.checksums.wait()
+
+    def _is_for_good(self, error: BaseException) -> bool:
+        """Whether no other process goes on by itself with a run that has ended with an exception."""
+        if not isinstance(error, UnrecoverableTrainingError) or error.failure is FailureType.DAMAGED_CHECKPOINT:
+            # After a damaged checkpoint it goes on from the older one.
+            return False
+        # Of several ranks one alone may not be able to read its data: the others end to be started again.
+        ranks = self.run.ranks
+        return not any(each.rank == ranks.rank and each.exit_code is None for each in ranks.failures)
+
+    def _write_postmortem_of(
+        self, error: BaseException, failure: FailureType, verdict: str, checkpoint: str | None = None
+    ) -> None:
+        older = None if checkpoint is not None else newest_checkpoint_of(self.run.run_id, self._output_dir)
+        self.attempts.postmortem = self._write_postmortem(verdict, failure, error, checkpoint, None, older)
+
+    # ---- the postmortem ----
+
+    def _write_postmortem(
+        self,
+        verdict: str,
+        failure: FailureType,
+        error: BaseException | None,
+        checkpoint: str | None,
+        advice: str | None,
+        older_checkpoint: str | None,
+    ) -> str | None:
+        logged = self._trainer.state.log_history
+        ranks = self._ranks(error)
+        if ranks is not None and error is not None and ranks["first_failure"]["rank"] != self.run.ranks.rank:
+            verdict = f"{ranks['what_happened']}; here: {verdict}"
+        trained = what_is_trained(self._trainer, error)
+        return self.run.journal.write_postmortem(
+            verdict, failure, self.step, error, logged, checkpoint, advice, older_checkpoint, None, (), ranks, trained
+        )
+
+    def _ranks(self, error: BaseException | None) -> dict[str, Any] | None:
+        """Gives what is known of the ranks of the job: which one failed first, and where the others were."""
+        ranks = self.run.ranks
+        if not ranks.known:
+            return None
+        # What a collective raises comes before what another rank has failed with, and before that it is gone.
+        caused_elsewhere = error is not None and comes_from_a_collective(error)
+        first = ranks.first_failure(within=_HEARING_OF_IT if caused_elsewhere else 0.0)
+        if first is None:
+            return None
+        # A rank that has failed is on its way out.
+        failed = {each.rank for each in ranks.failures}
+        found = ranks.positions(within=_HEARING_WHERE)
+        everywhere = {rank: each for rank, each in found.items() if rank not in failed}
+        return {
+            "what_happened": str(first),
+            "first_failure": first.to_record(),
+            "where_they_were": where_all_are(everywhere),
+            "positions": {str(rank): each.to_record() for rank, each in sorted(everywhere.items())},
+        }
+
+    @property
+    def _trainer(self) -> Any:
+        """The trainer of the run; of its state only numbers are read."""
+        return self.run.attachment.trainer
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps finished."""
+        return int(self._trainer.state.global_step)
+
+    @property
+    def _output_dir(self) -> str:
+        return str(self._trainer.args.output_dir)

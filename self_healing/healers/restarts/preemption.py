@@ -1,0 +1,277 @@
+"""`Preemption`: SIGTERM and SIGUSR1 end the run after the step, with a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from ...exceptions import Interruption
+from ...failures.recipes import FailureType
+from ...launcher import EXIT_FOR_RESTART
+
+
+logger = logging.getLogger("self_healing")
+
+# SIGTERM ends a process by convention with 128 + its number; SIGUSR1 is how schedulers announce that they will stop a
+# job, which is then to be queued again.
+EXIT_CODES = {signal.SIGTERM: 128 + signal.SIGTERM}
+if hasattr(signal, "SIGUSR1"):
+    # Not on Windows.
+    EXIT_CODES[signal.SIGUSR1] = EXIT_FOR_RESTART
+# What ranks that were sent a signal say in the vote of a step, in which it is added up: of one signal more than all
+# ranks together can say of the other one. Such sums are exact in single precision.
+_OF_SIGUSR1, _OF_SIGTERM = 1, 4096
+# What a checkpoint may take longer than the longest one so far, and what leaving takes besides, in seconds.
+_SLOWER_SAVE, _LEAVING = 2.0, 2.0
+# How often is looked whether the main thread moves, in seconds.
+_GLANCE = 0.2
+# Written to the thread that waits for signals; no signal has this number.
+_NOTHING = b"\0"
+
+
+class Preemption:
+    """Listens to SIGTERM and SIGUSR1 for the time of a run."""
+
+    def __init__(
+        self,
+        deadline: float,
+        may_interrupt: Callable[[], bool],
+        longest_save: Callable[[], float],
+        still_training: Callable[[FrameType | None], bool],
+        note: Callable[[str], None],
+    ) -> None:
+        self.deadline = deadline
+        self.requested: signal.Signals | None = None
+        # By which signal all ranks have agreed to leave.
+        self.agreed: signal.Signals | None = None
+        self.raised: BaseException | None = None
+        self._may_interrupt = may_interrupt
+        self._longest_save = longest_save
+        self._still_training = still_training
+        self._note = note
+        self._earlier: dict[signal.Signals, Any] = {}
+        self._main: int | None = None
+        self._pid = self._wake = self._waits = -1
+        # Whether signals are written to the thread by the interpreter itself.
+        self._wakes = False
+        self._thread: threading.Thread | None = None
+        self._probe: signal.Signals | None = None
+        self._over = threading.Event()
+        self._interrupting = False
+
+    # ---- listening ----
+
+    def listen(self) -> None:
+        """Takes the signals over; only possible in the main thread, elsewhere nothing happens."""
+        if threading.current_thread() is not threading.main_thread():
+            logger.info("train() does not run in the main thread: SIGTERM and SIGUSR1 are left as they are.")
+            return
+        self._main, self._pid = threading.get_ident(), os.getpid()
+        self._waits, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        self._thread = threading.Thread(target=self._keep_the_deadline, name="self_healing preemption", daemon=True)
+        self._thread.start()
+        found = {signum: signal.signal(signum, self._on_signal) for signum in EXIT_CODES}
+        self._earlier = {signum: _before_stale_ones(signum, handler) for signum, handler in found.items()}
+        self._have_signals_written(found)
+
+    def _have_signals_written(self, found: dict[signal.Signals, Any]) -> None:
+        """
+        Python runs a handler when the main thread is back from native code, which may be never: a collective whose
+        other side is gone. The number of the signal is written to the thread at once.
+        """
+        with contextlib.suppress(ValueError, OSError):
+            theirs = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+            abandoned = {id(run): run for handler in found.values() for run in _abandoned(handler)}
+            self._wakes = theirs in {-1, *(run._wake for run in abandoned.values())}
+            if not self._wakes:
+                signal.set_wakeup_fd(theirs)
+            for run in abandoned.values():
+                run._wakes = False
+                run._close()
+
+    def release(self) -> None:
+        """Gives the signals back, where no other handler was installed since."""
+        self._over.set()
+        if self._wakes:
+            self._wakes = False
+            with contextlib.suppress(ValueError):
+                current = signal.set_wakeup_fd(-1)
+                if current != self._wake:
+                    signal.set_wakeup_fd(current)
+        self._close()
+        for signum, earlier in self._earlier.items():
+            if signal.getsignal(signum) == self._on_signal:
+                # A handler that was not set from Python cannot be set again.
+                signal.signal(signum, signal.SIG_DFL if earlier is None else earlier)
+        self._earlier.clear()
+
+    def _close(self) -> None:
+        """The thread ends, and with it what it listens to."""
+        if self._thread is None:
+            return
+        with contextlib.suppress(OSError):
+            os.write(self._wake, _NOTHING)
+        if self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+        if not self._thread.is_alive():
+            os.close(self._wake)
+            os.close(self._waits)
+        self._thread = None
+
+    def forget(self) -> None:
+        """Holds on to nothing of a run that has ended without a word."""
+        self._over.set()
+        self._may_interrupt, self._longest_save = (lambda: False), (lambda: 0.0)
+        self._still_training, self._note = (lambda frame: False), (lambda why: None)
+        if self._thread is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._wake, _NOTHING)
+
+    @property
+    def exit_code(self) -> int:
+        """The process's exit code: 143 after SIGTERM, 75 after SIGUSR1."""
+        return EXIT_CODES[self.agreed or self.requested or signal.SIGTERM]
+
+    @property
+    def wish(self) -> int:
+        """What this process says in the vote of a step; 0 where it was sent no signal."""
+        if self.requested is None:
+            return 0
+        return _OF_SIGTERM if self.requested == signal.SIGTERM else _OF_SIGUSR1
+
+    def agree(self, wishes: float) -> None:
+        """Takes over by which signal the ranks leave; 0 on one process."""
+        if wishes:
+            self.agreed = signal.SIGTERM if wishes >= _OF_SIGTERM else signal.SIGUSR1
+
+    # ---- a signal comes ----
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A child process that was forked with our handler, and is to end as it would without.
+            earlier = self._earlier.get(signal.Signals(signum))
+            signal.signal(signum, signal.SIG_DFL if earlier is None else earlier)
+            os.kill(os.getpid(), signum)
+            return
+        if signum == self._probe:
+            self._probe = None
+            return
+        if self._interrupting:
+            # Sent by the thread below, which has waited long enough.
+            self._interrupting = False
+            if not self._over.is_set() and self._may_interrupt():
+                raise Interruption("the step did not end in time to be saved", FailureType.PREEMPTED)
+            return
+        if not self._still_training(frame):
+            if signal.getsignal(signum) == self._on_signal:
+                self.release()
+                os.kill(os.getpid(), signum)
+            else:
+                # Whoever has the signal now has passed it on.
+                self._call_earlier(signal.Signals(signum), frame)
+            return
+        first = self.requested is None
+        if first:
+            # Nothing is logged here, no thread is started and no lock is taken: the handler may have interrupted the
+            # very code that holds it.
+            self.requested = signal.Signals(signum)
+            with contextlib.suppress(OSError):
+                os.write(self._wake, bytes([signum]))
+        self._call_earlier(signal.Signals(signum), frame)
+
+    def _call_earlier(self, signum: signal.Signals, frame: FrameType | None) -> None:
+        earlier = self._earlier.get(signum)
+        if not callable(earlier) or _is_just_in_time(earlier):
+            return
+        try:
+            earlier(signum, frame)
+        except BaseException as error:
+            self.raised = self.raised or error
+
+    def _must_be_left_by(self, came: float) -> float:
+        """Gives the time by which a step is left, so that its state is saved before the deadline."""
+        reserve = _SLOWER_SAVE * self._longest_save() + _LEAVING
+        return came + max(self.deadline - reserve, self.deadline / 2)
+
+    def _first_request(self) -> float | None:
+        """Waits for a signal that is meant for the run; when it came, or `None` if the run is over before."""
+        while True:
+            number = os.read(self._waits, 1)
+            came = time.monotonic()
+            if self._over.is_set():
+                return None
+            if number[0] in EXIT_CODES and self._is_meant(signal.Signals(number[0]), came):
+                self.requested = self.requested or signal.Signals(number[0])
+                return came
+
+    def _is_meant(self, signum: signal.Signals, came: float) -> bool:
+        """
+        Whether a signal that was written is one that the handler has taken for a request, or cannot take, because the
+        main thread does not come back. A child that was forked a moment ago writes its signals to the same place.
+        """
+        others = [each for each in EXIT_CODES if each != signum and signal.getsignal(each) == self._on_signal]
+        if not self._over.wait(_GLANCE) and self.requested is None and others and self._main is not None:
+            # Answered as soon as the main thread runs Python, and after the handler of the signal itself.
+            self._probe = others[0]
+            with contextlib.suppress(ProcessLookupError):
+                signal.pthread_kill(self._main, self._probe)
+        while time.monotonic() < self._must_be_left_by(came):
+            if self.requested is not None:
+                return True
+            if self._over.wait(_GLANCE):
+                return False
+            if others and self._probe is None:
+                return self.requested is not None
+        return not self._over.is_set()
+
+    def _keep_the_deadline(self) -> None:
+        came = self._first_request()
+        if came is None:
+            return
+        ends = came + self.deadline
+        if not self._over.wait(max(self._must_be_left_by(came) - time.monotonic(), 0.0)) and self._main is not None:
+            self._interrupting = True
+            with contextlib.suppress(ProcessLookupError):
+                signal.pthread_kill(self._main, self.requested or signal.SIGTERM)
+        if self._over.wait(max(ends - time.monotonic(), 0.0)):
+            return
+        text = (
+            f"The process did not come to an end within {self.deadline:g} s of "
+            f"{(self.requested or signal.SIGTERM).name} (preemption_deadline) and is ended now; a restart goes on "
+            "from the newest complete checkpoint."
+        )
+        with contextlib.suppress(Exception):
+            self._note(text)
+        logging.shutdown()
+        os._exit(self.exit_code)
+
+
+def _abandoned(handler: Any) -> Iterator[Preemption]:
+    """Runs that an exception has ended without a word, and whose handlers are still there."""
+    owner = getattr(handler, "__self__", None)
+    while isinstance(owner, Preemption) and not owner._still_training(sys._getframe()):
+        yield owner
+        owner = getattr(next(iter(owner._earlier.values()), None), "__self__", None)
+
+
+def _before_stale_ones(signum: signal.Signals, handler: Any) -> Any:
+    """Looks past handlers of runs that an exception has ended without an event."""
+    owner = getattr(handler, "__self__", None)
+    while isinstance(owner, Preemption) and not owner._still_training(sys._getframe()):
+        handler = owner._earlier.get(signum, signal.SIG_DFL)
+        owner = getattr(handler, "__self__", None)
+    return handler
+
+
+def _is_just_in_time(handler: Any) -> bool:
+    """Whether it is that of `enable_jit_checkpoint` of transformers, which promises the same: one is enough."""
+    return type(getattr(handler, "__self__", None)).__module__.endswith("trainer_jit_checkpoint")

@@ -1,0 +1,500 @@
+"""Decides where a process begins: which run it continues, and from which checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...checkpoints.choice import (
+    CheckpointError,
+    find_trusted_checkpoint,
+    newest_verdict_of,
+    refuse_unwritable,
+    resolve_checkpoint,
+)
+from ...checkpoints.deepspeed import why_of_another_job
+from ...checkpoints.marker import checkpoints_in, number_of, read_marker, standing_of
+from ...checkpoints.vetting import Readers, Verdict, why_not_here
+from ...config.healing_config import HealingConfig
+from ...instrument.models import zero_job_of
+from ...instrument.resume_record import loads_more
+from ...journal.journal import Journal
+from ...launcher import Launch, launch_of, of_all_ranks
+from ...ranks import votes
+from ...rollback.shared_memory import StoredState
+from ...run.record import RECORD_FILE, Attempt, Ending, RunRecord, UnreadableRecordError, first_call
+from ...run.status import RunState, read_status
+from ...shared_memory import directory_of
+from ...system.files import MARKER_FILE, STATE_FILE
+from ...system.processes import State, state_of
+from .shared_memory import MemoryStart, SharedStep, newest_beyond, open_in_memory, steps_in_memory
+
+
+logger = logging.getLogger("self_healing")
+
+# A clock that is read from two files, in whole seconds.
+_CLOCK_SLACK = 2.0
+# Endings after which a person looks at the run before it is started by hand, and not a launcher.
+_LOOKED_AT = frozenset({Ending.FAILED, Ending.GAVE_UP, Ending.INTERRUPTED})
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The beginning of a process: checkpoint, step, and the run it continues."""
+
+    checkpoint: str | None
+    step: int = 0
+    record: RunRecord | None = None
+    by_hand: bool = False
+    by_agent: bool = False
+    beside: bool = False
+    passed_over: tuple[Verdict, ...] = ()
+    shared: SharedStep | None = None
+    memory: MemoryStart | None = None
+
+    @property
+    def run(self) -> str | None:
+        """The run that is continued; `None` for a new one."""
+        return None if self.record is None else self.record.run
+
+    @property
+    def died(self) -> bool:
+        """Whether the process before this one ended without saying so."""
+        return self.record is not None and self.record.ending is Ending.RUNNING
+
+    @property
+    def spends(self) -> bool:
+        """Whether it is one more attempt without progress: the one before began at the same step, or later."""
+        record = self.record
+        if record is None or self.by_hand or record.ending is Ending.FINISHED:
+            return False
+        if record.ending is Ending.PREEMPTED and not self.by_agent:
+            # A machine that is taken away again and again is no fault of the run. Where the launcher was not taken
+            # away with it, the signal came from the launcher, because another process had failed.
+            return False
+        if self.shared is not None:
+            # It begins where the one before ended. Did that one come further than those before it?
+            return self.step <= max((attempt.last_step for attempt in record.attempts[:-1]), default=-1)
+        return self.step <= record.newest.first_step
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words."""
+        return "memory" if self.memory is not None else self.checkpoint or "the beginning"
+
+    @property
+    def steps_to_repeat(self) -> int:
+        """Steps that the process before this one had finished, and that are in no checkpoint."""
+        return 0 if self.record is None else max(self.record.newest.last_step - self.step, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """What decides where a run begins: what was asked for, how it was started, and who can read what there is."""
+
+    trainer: Any
+    config: HealingConfig
+    requested: str | os.PathLike[str] | bool | None
+    launch: Launch
+    in_memory: Sequence[SharedStep]
+    readers: Readers
+
+
+def find_start(
+    trainer: Any,
+    config: HealingConfig,
+    requested: str | os.PathLike[str] | bool | None,
+    memory: bool = True,
+) -> Start:
+    """Finds where a run begins."""
+    args, in_memory = trainer.args, list[SharedStep]()
+    refuse_unwritable(args)
+    of_ranks = votes.from_every_rank("how the job was started", (launch_of(), loads_more(trainer)), args.device)
+    launch = of_all_ranks([each for each, _ in of_ranks])
+    memory &= all(more is None for _, more in of_ranks)
+    if memory and may_go_on_from_memory(config, launch):
+        in_memory = steps_in_memory(args.output_dir, args.process_index, args.device)
+    search = _Search(trainer, config, requested, launch, in_memory, Readers(_ranks_on_this_disk(args)))
+    start = _find_start(search)
+    if start.shared is None:
+        return start
+    opened = open_in_memory(args.output_dir, start.shared, args.process_index, args.device)
+    if opened is None:
+        return _find_start(replace(search, in_memory=()))
+    return replace(start, memory=opened, checkpoint=opened.checkpoint)
+
+
+def may_go_on_from_memory(config: HealingConfig, launch: Launch) -> bool:
+    """Whether a job may go on from what its earlier processes have left in shared memory: the same on all ranks."""
+    return config.resume_from_memory and config.resume_after_restart and launch.started_again
+
+
+def _find_start(search: _Search) -> Start:
+    args = search.trainer.args
+    start = _found_by_first_rank(search)
+    # Where each rank is on that disk, or its own has the same. The weights are read by all of them.
+    alone = votes.world_size() == 1 or start.checkpoint is None
+    if alone or votes.all_ranks("the checkpoint can be read", _can_be_read(start), args.device):
+        return start
+    refused = _refused_by_ranks(start, str(args.output_dir), args.device)
+    return _found_by_first_rank(replace(search, readers=replace(search.readers, refused=refused)))
+
+
+def _ranks_on_this_disk(args: Any) -> range | None:
+    """The ranks that write to the disk of the first one, as far as not all of them do."""
+    return range(max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)) if args.save_on_each_node else None
+
+
+def _can_be_read(start: Start) -> bool:
+    return why_not_here(Path(str(start.checkpoint))) is None
+
+
+def _refused_by_ranks(start: Start, output_dir: str, device: torch.device) -> dict[str, str]:
+    """Finds which of the checkpoints that the first rank sees others cannot read, and why, by path. Collective."""
+    seen = votes.from_first_rank(
+        "checkpoints to read", lambda: [str(start.checkpoint), *map(str, checkpoints_in(output_dir))], device
+    )
+    reasons = {path: why_not_here(Path(path)) for path in seen}
+    of_ranks = votes.from_every_rank("why they cannot be read", reasons, device)
+    refused = {}
+    for path in seen:
+        ranks = [rank for rank, each in enumerate(of_ranks) if each[path] is not None]
+        if ranks:
+            refused[path] = (
+                f"{votes.in_words(ranks)} cannot read it ({of_ranks[ranks[0]][path]}): machines need a disk that "
+                "they share, or a copy each"
+            )
+    return refused
+
+
+def _found_by_first_rank(search: _Search) -> Start:
+    passed_over: list[Verdict] = []
+    failed: list[Exception] = []
+
+    def look() -> tuple[Start, str | None]:
+        start = Start(None)
+        try:
+            start = _look_for_start(search, passed_over)
+        except Exception as error:
+            failed.append(error)
+        for verdict in passed_over:
+            logger.warning("%s is passed over: %s.", verdict.path, verdict.reason)
+        return replace(start, passed_over=tuple(passed_over)), str(failed[0]) if failed else None
+
+    start, refusal = votes.looked_up_by_first_rank("where the run begins", look, search.trainer.args.device)
+    if refusal is not None:
+        raise failed[0] if failed else CheckpointError(refusal)
+    return start
+
+
+def _look_for_start(search: _Search, passed_over: list[Verdict]) -> Start:
+    trainer, config, readers = search.trainer, search.config, search.readers
+    requested, launch, in_memory = search.requested, search.launch, search.in_memory
+    output_dir = str(trainer.args.output_dir)
+    record: RunRecord | None = None
+    try:
+        record = RunRecord.read(Path(output_dir))
+    except UnreadableRecordError as error:
+        if config.resume_after_restart and launch.started_again and requested is None:
+            requested = "auto"
+        logger.warning("%s; what earlier processes of this run did is not known.", error)
+    if record is not None and not launch.started_again and was_started_by(launch, record):
+        launch = replace(launch, restarts=1, by_agent=True)
+    restarted = config.resume_after_restart and launch.started_again
+    beside = trains_beside(record, launch, restarted)
+    if record is not None and beside:
+        logger.warning(
+            "Process %d trains into %s at the same time: each will overwrite checkpoints of the other. Please end "
+            "one of them, or give this one an output_dir of its own. %s describes the other process, and this one "
+            "does not change it.",
+            record.newest.pid,
+            output_dir,
+            RECORD_FILE,
+        )
+        record = None
+    elif requested is None and not restarted:
+        tell_of_unfinished(output_dir, wrapped=True)
+    chosen: Verdict | None = None
+    taken_up = False
+    if record is not None and record.attempts and restarted:
+        taken_up = continues(record, launch, requested)
+        in_memory = in_memory if taken_up and not came_to_nothing(record) else ()
+        # Without reading those on disk through, which takes longer than all the rest, if none can be further.
+        shared = newest_beyond(in_memory, record.run, newest_step_on_disk(output_dir))
+        if shared is not None:
+            return _from_memory(shared, record, launch, requested)
+        chosen = newest_of(record, output_dir, passed_over, readers) if taken_up else None
+        shared = newest_beyond(in_memory, record.run, 0 if chosen is None else step_in(Path(chosen.path)))
+        if shared is not None:
+            return _from_memory(shared, record, launch, requested)
+    if chosen is None and requested is not None:
+        # Of a run that is taken up, and was killed before its first checkpoint: what it had been asked for.
+        torn = [] if record is None else _torn_and_alone(output_dir)
+        anew = bool(readers.refused or torn) if requested is True else taken_up and Path(str(requested)) in torn
+        wanted = "auto" if anew else requested
+        chosen = resolve_checkpoint(wanted, output_dir, passed_over, readers)
+    if chosen is None and readers.refused:
+        # The first rank has one, and a fresh start is not what was asked for.
+        raise CheckpointError(_none_that_all_can_read(output_dir, passed_over))
+    if chosen is not None and (refusal := refusal_of_another_job(chosen.path, trainer)) is not None:
+        raise CheckpointError(refusal)
+    path = None if chosen is None else chosen.path
+    for doubt in () if chosen is None else chosen.doubts:
+        logger.warning("Resuming from %s anyway: %s.", path, doubt)
+    return replace(start_of(path, record, launch, taken_up, requested), beside=beside)
+
+
+def _torn_and_alone(output_dir: str) -> list[Path]:
+    """The checkpoints there, if each is one that a process was writing when it ended, and none was ever whole."""
+    found = checkpoints_in(output_dir)
+    whole = any((each / name).exists() for each in found for name in (STATE_FILE, MARKER_FILE))
+    return [] if whole else found
+
+
+def _none_that_all_can_read(output_dir: str, passed_over: Sequence[Verdict]) -> str:
+    told = "".join(f"\n  {verdict.path}: {verdict.reason}" for verdict in passed_over)
+    return (
+        f"There is no checkpoint in {output_dir} that all ranks can read:{told}\nWhat to do: see that all machines "
+        "have the newest one at this path, with weights, optimizer state and trainer_state.json; or start anew with "
+        "resume_from_checkpoint=False."
+    )
+
+
+def refusal_of_another_job(checkpoint: str, trainer: Any) -> str | None:
+    """Says why a good checkpoint cannot be gone on from by a job of this kind; `None` if it can."""
+    why = why_of_another_job(Path(checkpoint), zero_job_of(trainer))
+    return None if why is None else f"{checkpoint} is whole, and this job cannot go on from it: {why}."
+
+
+def _from_memory(shared: SharedStep, record: RunRecord, launch: Launch, requested: Any) -> Start:
+    return replace(start_of(None, record, launch, True, requested), step=shared.step, shared=shared)
+
+
+def came_to_nothing(record: RunRecord) -> bool:
+    """Whether the process before this one has finished no step since it went on from memory: the state may be why."""
+    newest = record.newest
+    in_memory = newest.resumed_from is not None and newest.resumed_from.startswith(str(directory_of(record.directory)))
+    return in_memory and newest.last_step <= newest.first_step
+
+
+def tell_of_unfinished(output_dir: str, wrapped: bool) -> None:
+    """Says what a run that came to no end has left where another one begins at step 0, and how to go on from it."""
+    # What cannot be read is no reason not to train.
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        status, torn = read_status(Path(output_dir)), list[Verdict]()
+        if status is not None and status.state in (RunState.ENDED, RunState.RUNNING):
+            return
+        newest, how = find_trusted_checkpoint(output_dir, torn), "It has left no checkpoint that can be resumed from"
+        state = {} if newest is None else json.loads(Path(newest, STATE_FILE).read_text(encoding="utf-8"))
+        if status is None and state.get("global_step", 0) >= (state.get("max_steps") or 0):
+            return
+        if newest is not None:
+            asked = '"auto"' if wrapped else repr(newest)
+            how = f"To go on from {newest} (step {state['global_step']}), write train(resume_from_checkpoint={asked})"
+            wrote = (read_marker(Path(newest)) or {}).get("run")
+            how += f"; it is of run {wrote}, before that one" if status and wrote not in (None, status.run) else ""
+        how += "".join(f"; {each.path} cannot be used: {each.reason}" for each in torn)
+        run, fate = ("another run", "") if status is None else (f"run {status.run}", f" {status}")
+        text = "Training begins at step 0 in %s, and will overwrite what %s has left there.%s %s."
+        logger.warning(text, output_dir, run, fate, how)
+
+
+def note_start(journal: Journal, start: Start, output_dir: str) -> None:
+    """Journals which checkpoint a run begins with, and which ones it does not."""
+    for verdict in start.passed_over:
+        journal.event("checkpoint_passed_over", verdict.step or 0, path=verdict.path, reason=verdict.reason)
+    if start.memory is not None:
+        return
+    if start.checkpoint is not None:
+        note_checkpoint(journal, start.checkpoint, start.step)
+    elif start.passed_over:
+        logger.warning("No checkpoint in %s can be resumed from; the run starts anew.", output_dir)
+
+
+def note_checkpoint(journal: Journal, checkpoint: str, step: int) -> None:
+    """Journals the checkpoint that a run goes on from."""
+    journal.event("checkpoint_chosen", step, path=checkpoint, standing=standing_of(checkpoint))
+
+
+def note_memory_start(journal: Journal, state: StoredState) -> None:
+    """Tells on the first rank that a run goes on from a state in shared memory, which has been put in place."""
+    if journal.rank > 0:
+        return
+    step = state.facts.step
+    journal.event("resumed_from_memory", step, bytes=state.nbytes)
+    logger.warning(
+        "Resumed from memory at step %d: the process before this one has left its state there (%.2f GB).",
+        step,
+        state.nbytes / 1e9,
+    )
+
+
+def of_this_job(record: RunRecord, launch: Launch) -> bool:
+    """Whether a launcher that has started this process again has started the one that wrote a record as well."""
+    newest = record.newest
+    if launch.by_agent and _may_have_started(launch, newest):
+        return True
+    return launch.requeued and newest.job == launch.job
+
+
+def was_started_by(launch: Launch, record: RunRecord) -> bool:
+    """
+    Whether the agent that has started this process has started the one that wrote a record, which came to no end,
+    where it counts no restart: it starts all processes again when nodes join or leave.
+    """
+    newest = record.newest if record.attempts else None
+    if newest is None or newest.ending is Ending.FINISHED or newest.pid == os.getpid() or still_alive(newest):
+        return False
+    of_it = launch.rendezvous == newest.rendezvous != ""
+    return of_it and launch.agent_is_parent and launch.agent_age is not None and _may_have_started(launch, newest)
+
+
+def _may_have_started(launch: Launch, attempt: Attempt) -> bool:
+    """Whether an attempt is younger than the agent that has started this process."""
+    return launch.agent_age is None or attempt.age <= launch.agent_age + _CLOCK_SLACK
+
+
+def continues(record: RunRecord, launch: Launch, requested: Any) -> bool:
+    """
+    Whether this process goes on with the run of a record by itself, whatever checkpoint was asked for: a launcher has
+    started the same script again, and it has come to the same place.
+    """
+    if not launch.started_again or requested is False or not first_call(record.directory):
+        return False
+    if not of_this_job(record, launch):
+        logger.warning(
+            "In %s lies run %s of a job before this one (its last process began %s): it is not continued, and this "
+            "process starts as requested. Please give each job an output_dir of its own.",
+            record.directory,
+            record.run,
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.newest.began)),
+        )
+        return False
+    if record.newest.call != 1:
+        logger.warning(
+            "The script had trained into %s %d times when it was started again, and it is not known which of these "
+            "calls of train() this one is: it starts as requested. Please give each of them an output_dir of its "
+            "own; after a restart each then continues where it was.",
+            record.directory,
+            record.newest.call,
+        )
+        return False
+    return True
+
+
+def newest_of(record: RunRecord, output_dir: str, passed_over: list[Verdict], readers: Readers) -> Verdict | None:
+    """The newest checkpoint of that very run that can be trusted: another run may have left some in its place."""
+    return newest_verdict_of(
+        record.run,
+        output_dir,
+        passed_over=passed_over,
+        wrote=lambda checkpoint: was_writing(record, checkpoint),
+        readers=readers,
+    )
+
+
+def _is_of(record: RunRecord, checkpoint: Path, marker: dict[str, Any] | None) -> bool:
+    return was_writing(record, checkpoint) if marker is None else marker.get("run") == record.run
+
+
+def newest_step_on_disk(output_dir: str) -> int:
+    """The most steps that anything called a checkpoint in a directory may hold, by its name."""
+    return max((number_of(checkpoint) or 0 for checkpoint in checkpoints_in(output_dir)), default=0)
+
+
+def was_writing(record: RunRecord, checkpoint: Path) -> bool:
+    """
+    Whether a checkpoint without a marker is of this run: the one it was writing when it was killed, or one that it has
+    gone on from since.
+    """
+    gone_on_from = (attempt.resumed_from for attempt in record.attempts if attempt.resumed_from is not None)
+    if any(os.path.abspath(each) == os.path.abspath(checkpoint) for each in gone_on_from):
+        return True
+    return _was_about_to_save(record, checkpoint)
+
+
+def bookkeeping_of(record: RunRecord | None, checkpoint: Path) -> Mapping[str, Any] | None:
+    """Gives what the marker of a checkpoint was to say, if the process was killed before it could write it."""
+    if record is None or record.saving is None or not _was_about_to_save(record, checkpoint):
+        return None
+    with contextlib.suppress(ValueError, TypeError):
+        found = json.loads(str(record.saving.get("bookkeeping")))
+        return found if isinstance(found, dict) and found else None
+    return None
+
+
+def _was_about_to_save(record: RunRecord, checkpoint: Path) -> bool:
+    saving = record.saving or {}
+    if os.path.abspath(record.directory / str(saving.get("checkpoint"))) != os.path.abspath(checkpoint):
+        return False
+    try:
+        # Written last: one that was there before is of another run.
+        return (checkpoint / STATE_FILE).stat().st_mtime >= float(saving["time"]) - _CLOCK_SLACK
+    except (OSError, LookupError, TypeError, ValueError):
+        return False
+
+
+def start_of(
+    checkpoint: str | None, record: RunRecord | None, launch: Launch, taken_up: bool, requested: Any
+) -> Start:
+    """Puts together what it means to begin at a checkpoint."""
+    step = 0 if checkpoint is None else step_in(Path(checkpoint))
+    if record is None or not record.attempts:
+        return Start(checkpoint, step)
+    if not taken_up:
+        newest_wanted = requested is True or requested == "auto"
+        if not newest_wanted or record.ending is Ending.FINISHED:
+            # Whoever names a checkpoint begins another branch: what the run wrote after it is not of this one.
+            return Start(checkpoint, step)
+        marker = None if checkpoint is None else read_marker(Path(checkpoint))
+        if checkpoint is not None and not _is_of(record, Path(checkpoint), marker):
+            logger.warning(
+                "%s is the newest checkpoint in %s, but not of the run that was last trained there (%s, which came to "
+                "step %d): it belongs to %s. If that is not what you want, name the checkpoint to go on from.",
+                checkpoint,
+                record.directory,
+                record.run,
+                record.newest.last_step,
+                "another run" if marker is None else f"run {marker.get('run')}",
+            )
+            return Start(checkpoint, step)
+    again = launch.started_again and of_this_job(record, launch)
+    # A pod is started again without being told so, by the same words.
+    unattended = again or (launch.in_a_pod and requested == "auto")
+    by_hand = not unattended and record.ending in _LOOKED_AT
+    return Start(checkpoint, step, record, by_hand, launch.by_agent)
+
+
+def step_in(checkpoint: Path) -> int:
+    """Optimizer steps finished in a checkpoint."""
+    marker = read_marker(checkpoint)
+    if marker is not None:
+        return int(marker["step"])
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["global_step"])
+    return number_of(checkpoint) or 0
+
+
+def trains_beside(record: RunRecord | None, launch: Launch, restarted: bool) -> bool:
+    """Whether the process of a record still trains; a launcher that has started it again knows that it does not."""
+    if record is None or not record.attempts or not still_alive(record.newest):
+        return False
+    return not (restarted and of_this_job(record, launch))
+
+
+def still_alive(attempt: Attempt) -> bool:
+    """Whether another process of this machine, that of an attempt that has not ended, is still there."""
+    elsewhere = attempt.host != socket.gethostname() or attempt.pid == os.getpid()
+    if attempt.ending is not Ending.RUNNING or elsewhere:
+        return False
+    return state_of(attempt.pid, attempt.process_began) in (State.RUNS, State.STOPPED)

@@ -1,0 +1,186 @@
+"""Handles checkpoints that cannot be written: no torn ones are left, room is made, the run goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from ..checkpoints.retention import disk_full, expendable_checkpoint, remove_torn
+from ..failures.classify import describe_exception, text_of
+from ..failures.recipes import Action, FailureType
+from ..instrument.saving import CheckpointSaving
+from ..journal.incident import Incident
+from ..run.healer import Healer
+from ..run.run import RunContext
+
+
+logger = logging.getLogger("self_healing")
+
+
+class SaveHealer(Healer):
+    """The checkpoints of one run that could not be written, in one incident until the next one can."""
+
+    def __init__(self, run: RunContext, give_way: Callable[[], list[str]]) -> None:
+        self._run = run
+        self._give_way = give_way
+        self._incident: Incident | None = None
+        self._told = False
+        self._missing: list[int] = []
+        self._made_room_at: int | None = None
+        self._not_rotated = False
+
+    def attach(self, first: bool) -> None:
+        if self._run.config.on_save_failure == "continue":
+            instrument = self._run.instrument
+            instrument.saves.writer = CheckpointSaving(instrument.trainer, self, instrument.failsafe.contained)
+
+    def failed(self, error: Exception, checkpoint: Path, step: int, best: str | None, untouched: bool = False) -> bool:
+        """Deals with a checkpoint that could not be written."""
+        full = disk_full(error, checkpoint)
+        told = full or error
+        journal, incident = self._run.journal, self._opened(told, checkpoint, step)
+        kept = "nothing was written to the checkpoint that was there already" if untouched else None
+        why = kept or remove_torn(checkpoint)
+        journal.acted(
+            incident,
+            Action.REMOVE_PARTIAL_CHECKPOINT.value,
+            happened=why is None,
+            checkpoint=str(checkpoint),
+            error=describe_exception(told)[:300],
+            why=why,
+        )
+        if why is not None and not untouched:
+            logger.error(
+                "What was written of %s could not be removed (%s). Please remove it: it is not complete, and must not "
+                "be resumed from.",
+                checkpoint,
+                why,
+            )
+        if full is not None and self._kept_ones_give_way(incident):
+            return True
+        if self._run.config.make_room_for_checkpoints and self._made_room_at != step:
+            self._made_room_at = step
+            if full is not None and self._make_room(incident, checkpoint, best):
+                return True
+        self._go_on_without(incident, told, checkpoint, step)
+        return False
+
+    def failed_together(self, error: Exception, checkpoint: Path, step: int, again: bool) -> None:
+        """
+        Takes in that a checkpoint of several processes could not be written, where another one has dealt with it.
+        """
+        incident = self._opened(error, checkpoint, step)
+        if self._run.instrument.trainer.args.should_save:
+            # The first one of another node, with a disk of its own.
+            remove_torn(checkpoint)
+        if not again:
+            self._go_on_without(incident, error, checkpoint, step)
+
+    def _go_on_without(self, incident: Incident, error: Exception, checkpoint: Path, step: int) -> None:
+        journal = self._run.journal
+        self._missing.append(step)
+        incident.evidence["missing"] = list(self._missing)
+        journal.acted(incident, Action.GO_ON_WITHOUT.value, checkpoint=str(checkpoint))
+        if self._told:
+            logger.error(
+                "Step %d: %s could not be written either (%s). Training goes on; checkpoints missing so far: %s.",
+                step,
+                checkpoint,
+                describe_exception(error),
+                ", ".join(map(str, self._missing)),
+            )
+        else:
+            self._tell(incident)
+
+    def _opened(self, error: Exception, checkpoint: Path, step: int, rotating: bool = False) -> Incident:
+        if self._incident is None:
+            journal = self._run.journal
+            why = f"The error: {describe_exception(error)[:300]}"
+            evidence = {"checkpoint": str(checkpoint), "message": text_of(error)[:500], "why": why}
+            cause = "an older checkpoint could not be removed" if rotating else "a checkpoint could not be written"
+            self._incident = journal.open(step, type(error).__name__, evidence)
+            journal.diagnosed(self._incident, FailureType.DISK, cause, {})
+            self._told = False
+        return self._incident
+
+    def _tell(self, incident: Incident) -> None:
+        self._told = True
+        self._run.journal.dealt_with(incident)
+
+    def _kept_ones_give_way(self, incident: Incident) -> bool:
+        """They are ours, and there only because nobody needed the room: this is asked of nobody."""
+        removed = self._give_way()
+        if removed:
+            self._run.journal.acted(incident, Action.MAKE_ROOM.value, kept=removed)
+            incident.figures.append(f"last-known-good/ gave way: {', '.join(removed)} removed")
+        return bool(removed)
+
+    def _make_room(self, incident: Incident, checkpoint: Path, best: str | None) -> bool:
+        journal, run = self._run.journal, self._run.run_id
+        oldest = expendable_checkpoint(run, checkpoint.parent, best)
+        why: str | None
+        if oldest is None:
+            why = "every other checkpoint is verified, the best, the newest, or kept in last-known-good/ as well"
+        else:
+            why = remove_torn(oldest)
+        journal.acted(
+            incident,
+            Action.MAKE_ROOM.value,
+            happened=why is None,
+            removed=None if oldest is None else str(oldest),
+            why=why,
+        )
+        if why is None and oldest is not None:
+            incident.figures.append(f"{oldest.name} removed")
+        return why is None
+
+    def not_rotated(self, error: Exception, checkpoint: Path, step: int) -> None:
+        """Takes in that a checkpoint was written, and an older one could not be removed."""
+        logger.warning(
+            "Step %d: %s is written, but an older checkpoint could not be removed (%s: %s); save_total_limit is "
+            "exceeded until one can be.",
+            step,
+            checkpoint,
+            type(error).__name__,
+            error,
+        )
+        self.saved(checkpoint, step)
+        if not self._not_rotated:
+            # Of all such removals in a run the first: the others are in the log.
+            incident = self._opened(error, checkpoint, step, rotating=True)
+            self._run.journal.acted(incident, Action.GO_ON_WITHOUT.value, checkpoint=str(checkpoint))
+            self._not_rotated = self._told = True
+            self.saved(checkpoint, step)
+
+    def saved(self, checkpoint: Path, step: int) -> None:
+        """Takes in that a checkpoint was written."""
+        incident = self._incident
+        if incident is None:
+            return
+        if not self._told:
+            self._tell(incident)
+        if self._missing:
+            logger.warning(
+                "Step %d: checkpoints can be written again (%s). Missing: those of steps %s.",
+                step,
+                checkpoint,
+                ", ".join(map(str, self._missing)),
+            )
+        self._run.journal.closed(incident, "resolved", written=str(checkpoint), missing=list(self._missing))
+        self._incident, self._missing = None, []
+
+    def run_ends(self, step: int) -> None:
+        """At the end of the run: says what there is no checkpoint of."""
+        incident = self._incident
+        if incident is None:
+            return
+        self._run.journal.closed(incident, "unresolved", missing=list(self._missing))
+        self._incident = None
+        logger.error(
+            "The last checkpoint could not be written: the steps up to %d are in this process's memory only, and lost "
+            "when it ends. Please save the model where there is room: trainer.save_model(<another directory>). "
+            "Incident %s.",
+            step,
+            incident.id,
+        )

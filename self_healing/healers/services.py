@@ -1,0 +1,218 @@
+"""Calls of services that training needs: made again where that may help, and what of it is written down."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..exceptions import NonFiniteReward
+from ..failures.classify import http_status, text_of
+from ..failures.recipes import Action, FailureType
+from ..failures.retry import Retry, RetryPolicy, may_pass
+from ..hf.services import ServiceGuard
+from ..journal.incident import Incident
+from ..run.claims import Claim, claim_for
+from ..run.healer import Healer
+from ..run.run import RunContext
+
+
+logger = logging.getLogger("self_healing")
+
+
+class ServiceCalls(Healer):
+    """
+    Calls of services that training needs: made again where that may help, with one incident for each call that failed.
+    """
+
+    def __init__(self, run: RunContext) -> None:
+        self.policy = RetryPolicy.of(run.config, run.sleep)
+        self._run = run
+        # Of a call that was given up, until its exception has left train().
+        self._claimed: Incident | None = None
+        # Of the services whose rewards were not finite however often they were asked for.
+        self._never_finite: dict[str, Incident] = {}
+
+    def attach(self, first: bool) -> None:
+        """Has the calls of services that training needs made through this object."""
+        ServiceGuard(self._run.instrument, self).attach()
+
+    def call(
+        self,
+        service: str,
+        rewind: Callable[[], None],
+        function: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Calls a function, again if need be."""
+        failures = _Failures(service, rewind)
+        try:
+            result = self._policy(service).call(
+                function, *args, on_retry=lambda retry: self._failed(failures, retry), **kwargs
+            )
+        except NonFiniteReward as error:
+            return self._go_on_with(failures, error)
+        except BaseException as error:
+            self._gave_up(failures, error)
+            raise
+        self._succeeded(failures)
+        return result
+
+    async def call_async(
+        self,
+        service: str,
+        rewind: Callable[[], None],
+        function: Callable[..., Awaitable[Any]],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """The same for a coroutine function."""
+        failures = _Failures(service, rewind)
+        try:
+            result = await self._policy(service).call_async(
+                function, *args, on_retry=lambda retry: self._failed(failures, retry), **kwargs
+            )
+        except NonFiniteReward as error:
+            return self._go_on_with(failures, error)
+        except BaseException as error:
+            self._gave_up(failures, error)
+            raise
+        self._succeeded(failures)
+        return result
+
+    def _failed(self, failures: _Failures, retry: Retry) -> None:
+        failures.rewind()
+        failures.seconds += retry.seconds
+        failures.attempts = retry.attempt
+        with self._contained():
+            known = failures.service in self._never_finite and isinstance(retry.error, NonFiniteReward)
+            if not known:
+                self._write_down(failures, retry)
+
+    def _policy(self, service: str) -> RetryPolicy:
+        """Gives the policy of a service; a failure that is known to last is not waited for."""
+        return replace(self.policy, at_once=True) if service in self._never_finite else self.policy
+
+    def _open(self, failures: _Failures, error: BaseException) -> Incident:
+        journal, instrument = self._run.journal, self._run.attachment.instrument
+        failures.began = time.perf_counter()
+        evidence = {"service": failures.service, "message": text_of(error)[:500]}
+        step = 0 if instrument is None else instrument.view.step
+        failures.incident = incident = journal.open(step, type(error).__name__, evidence)
+        if isinstance(error, NonFiniteReward):
+            found: dict[str, Any] = {"completions": error.places[:20]}
+            failure = FailureType.NONFINITE_REWARD
+        else:
+            status = http_status(error)
+            found, failure = {} if status is None else {"http_status": status}, FailureType.NETWORK
+        journal.diagnosed(incident, failure, failures.service, found)
+        return incident
+
+    def _write_down(self, failures: _Failures, retry: Retry) -> None:
+        error, incident = retry.error, failures.incident or self._open(failures, retry.error)
+        logger.warning(
+            "Step %d: %s failed (%s: %s); attempt %d of %d follows in %.1f s.",
+            incident.step,
+            failures.service,
+            type(error).__name__,
+            text_of(error)[:200],
+            retry.attempt + 1,
+            self.policy.attempts,
+            retry.seconds,
+        )
+
+    def _go_on_with(self, failures: _Failures, error: NonFiniteReward) -> Any:
+        """Rewards that are not finite however often they are asked for: training goes on without them, if it can."""
+        with self._contained():
+            self._take_in(failures, error)
+        return error.answer
+
+    def _take_in(self, failures: _Failures, error: NonFiniteReward) -> None:
+        run, lasting = self._run, self._never_finite.get(failures.service)
+        incident = lasting or failures.incident or self._open(failures, error)
+        evidence = incident.evidence
+        evidence["answers"] = evidence.get("answers", 0) + 1
+        if lasting is None:
+            self._never_finite[failures.service] = incident
+            if incident.failure is not FailureType.NONFINITE_REWARD:
+                run.journal.diagnosed(incident, FailureType.NONFINITE_REWARD, failures.service, {})
+            self._acted(failures, incident)
+        stops = error.all_of_them and self._run.config.on_nonfinite != "warn"
+        if stops and run.stop.incident is None:
+            evidence["diagnosis"] = (
+                f"{failures.service}: {text_of(error)}, however often it is asked: nothing to learn from"
+            )
+            run.stop.incident = incident
+        elif lasting is None:
+            run.journal.acted(incident, Action.GO_ON_WITHOUT.value, rewards=len(error.places))
+            run.dealing_with(incident).close("unresolved")
+
+    def _succeeded(self, failures: _Failures) -> None:
+        with self._contained():
+            self._never_finite.pop(failures.service, None)
+            passed = self.take_back()
+            if passed is not None:
+                # The exception of an earlier call has not left train(): the user's code has let it pass.
+                self._run.dealing_with(passed).close("self_recovered")
+            if failures.incident is not None:
+                self._acted(failures, failures.incident)
+                self._run.dealing_with(failures.incident).close("resolved")
+
+    def _gave_up(self, failures: _Failures, error: BaseException) -> None:
+        incident, run = failures.incident, self._run
+        if incident is None:
+            return
+        with self._contained():
+            self._acted(failures, incident)
+            if isinstance(error, Exception) and may_pass(error) and run.may_enter_again:
+                self._claimed = incident
+            else:
+                run.dealing_with(incident).close("unresolved")
+
+    @property
+    def has_claim(self) -> bool:
+        """Whether a call was given up, and its exception has not left `train()` yet."""
+        return self._claimed is not None
+
+    def claim(self, error: BaseException) -> Claim | None:
+        """Claims the exception that training was left by after a call was given up."""
+        return claim_for(self.take_back(), error)
+
+    def take_back(self) -> Incident | None:
+        """Gives the incident of the call that was given up, which is claimed no longer."""
+        incident, self._claimed = self._claimed, None
+        return incident
+
+    def _contained(self) -> contextlib.AbstractContextManager[None]:
+        instrument = self._run.attachment.instrument
+        return contextlib.nullcontext() if instrument is None else instrument.failsafe.contained()
+
+    def _acted(self, failures: _Failures, incident: Incident) -> None:
+        attempts = failures.attempts + 1
+        incident.seconds_lost += max(time.perf_counter() - failures.began, failures.seconds)
+        incident.figures.append(f"{failures.service}: {attempts} attempts, {failures.seconds:.1f} s waited")
+        self._run.journal.acted(
+            incident,
+            Action.RETRY_CALL.value,
+            service=failures.service,
+            attempts=attempts,
+            waited_seconds=round(failures.seconds, 3),
+        )
+
+
+@dataclass(slots=True)
+class _Failures:
+    """The failures of one call so far."""
+
+    service: str
+    rewind: Callable[[], None]
+    incident: Incident | None = None
+    attempts: int = 0
+    seconds: float = 0.0
+    began: float = 0.0

@@ -1,0 +1,566 @@
+"""`Instrument`: wraps the methods of one trainer instance for the time of a `train()` call."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from transformers import Trainer
+
+from ..instrument.best_model import BestModel
+from ..instrument.deepspeed_engine import DeepSpeedEngine, WatchedDeepSpeed
+from ..instrument.generating import GenerationGuard
+from ..instrument.hooks import Hooks
+from ..instrument.interception import Interception
+from ..instrument.leaving import Leaving
+from ..instrument.less_memory import ActivationCheckpointing
+from ..instrument.loader_workers import WorkerDeaths
+from ..instrument.memory_retry import MemoryRetry
+from ..instrument.objective import objective_of
+from ..instrument.phase import Phase
+from ..instrument.rates import Rates
+from ..instrument.save_schedule import SaveSchedule
+from ..instrument.training_call import TrainingCall
+from ..instrument.training_fault import TrainingFault
+from ..instrument.window import Window
+from ..ranks import votes
+from ..system.random_state import RandomState
+from .dataloader import DataPosition
+from .engine import StepEngine
+from .hooks import Failsafe
+from .memory import OutOfMemory, is_out_of_memory
+from .oom import OneRankRetry
+from .optimizer import OptimizerStep
+from .patching import Replacements
+from .reentry import Reentry
+from .sections import Heartbeat
+from .step import tell_of_failure
+from .trainer_state import Bookkeeper
+from .training_step import AccelerateEngine
+from .view import TrainerView
+
+
+logger = logging.getLogger(__name__)
+
+
+class Instrument:
+    """Wraps one trainer instance for the time of a `train()` call."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        hooks: Hooks,
+        *,
+        heals_exceptions: bool,
+        started_at: float,
+        heartbeat: Heartbeat | None = None,
+    ) -> None:
+        # Any: half of what is used below is private, and TRL's trainers have attributes of their own.
+        self.trainer: Any = trainer
+        self.objective = objective_of(trainer)
+        self._replaced = Replacements()
+        self.view = TrainerView(trainer, self.objective, self._replaced)
+        self.ledger = Bookkeeper(trainer)
+        self.position = DataPosition(trainer, self.objective)
+        self.reentry = Reentry(trainer, self.ledger, self.position)
+        self.failsafe = Failsafe(trainer, hooks, self._replaced, self.detach)
+        self.heartbeat = heartbeat or Heartbeat()
+        self.retry = MemoryRetry(self.view, hooks, self.failsafe, self.heartbeat, lambda: self.window)
+        self.one_rank = OneRankRetry(trainer, self.view, self.ledger, self._replaced)
+        self._rates = rates = Rates(trainer, self.view, hooks)
+        self.call = TrainingCall(trainer, self._replaced, hooks, self.heartbeat, heals_exceptions)
+        self.engine: StepEngine = self._kind_of_engine(
+            trainer,
+            self.view,
+            replaced=self._replaced,
+            hooks=hooks,
+            failsafe=self.failsafe,
+            retry=self.retry,
+            call=self.call,
+            rates=rates,
+            reentry=self.reentry,
+        )
+        self.optimizer_step = OptimizerStep(
+            trainer,
+            hooks=hooks,
+            failsafe=self.failsafe,
+            retry=self.retry,
+            rates=rates,
+            reentry=self.reentry,
+            window=lambda: self.window,
+        )
+        self.leaving = Leaving(trainer, self.view, self.position, lambda: self.window)
+        self.saves = SaveSchedule(trainer, self.view, self.ledger, hooks, self.failsafe, self.leaving)
+        self.window: Window | None = None
+        self._worker_deaths = WorkerDeaths()
+        self.activation_checkpointing = ActivationCheckpointing(self.trainer.model)
+        self.started_at = started_at
+        self._hooks = hooks
+        self._heals_exceptions = heals_exceptions
+        # Checked before it takes the place of what was trained last.
+        self.best_model: BestModel | None = None
+        # Undo what healers have done to the trainer, when it is given back.
+        self.on_detach: list[Callable[[], None]] = []
+
+    @property
+    def _kind_of_engine(self) -> type[AccelerateEngine]:
+        if not self.view.under_deepspeed:
+            return AccelerateEngine
+        return DeepSpeedEngine if self.view.can_reexecute else WatchedDeepSpeed
+
+    @property
+    def leaves_out_nonfinite(self) -> bool:
+        """Whether anything is done about steps that are not finite."""
+        return self._heals_exceptions and self.view.can_reexecute
+
+    @property
+    def attached(self) -> bool:
+        """Whether the methods of the trainer are wrapped."""
+        return bool(self._replaced)
+
+    @property
+    def may_be_left(self) -> bool:
+        """Whether an exception in the main thread would leave weights and checkpoints whole."""
+        return self.attached and not self.saves.writing and self.reentry.phase is not Phase.STEPPING
+
+    # ---- attaching and detaching ----
+
+    def attach(self) -> None:
+        """Wraps the trainer's methods, in `on_train_begin`: optimizer, data loader and running loss exist by then."""
+        trainer = self.trainer
+        self.engine.attach()
+        # These call all the others: what is raised between them is seen as well.
+        self.replace(trainer, "_run_epoch", self.failsafe.watch_the_device)
+        self.replace(trainer, "_finalize_training", self.failsafe.watch_the_device)
+        self.replace(trainer, "get_batch_samples", self._in_section("data", self._get_batch_samples))
+        self.replace(trainer, "training_step", self._in_section("step", self._training_step))
+        self.replace(trainer, "log", self._in_section("log", self._log))
+        self.replace(trainer, "_evaluate", self._in_section("evaluate", self._evaluate))
+        self.replace(trainer, "prediction_step", self._in_section("prediction", self._prediction_step))
+        self.replace(trainer, "_maybe_log_save_evaluate", self.saves.maybe_log_save_evaluate)
+        self.replace(trainer, "_save_checkpoint", self._in_section("save", self.saves.save_checkpoint))
+        self.replace(trainer, "_load_rng_state", self.reentry.load_random_state)
+        self.replace(trainer, "_get_learning_rate", self.optimizer_step.learning_rate)
+        self.replace(trainer.callback_handler, "on_save", self._in_section("on_save", self.saves.on_save))
+        self.replace(trainer.callback_handler, "on_epoch_end", self._in_section("on_epoch_end", self._on_epoch_end))
+        self.replace(trainer.accelerator, "clip_grad_norm_", self._clip_grad_norm_)
+        if hasattr(trainer, "_mixed_mesh_grad_norm"):
+            # transformers 5.2x: what it clips by where some gradients are sharded and others are not.
+            self.replace(trainer, "_mixed_mesh_grad_norm", self._mixed_mesh_grad_norm)
+        if self.leaves_out_nonfinite and hasattr(trainer, "_generate_and_score_completions"):
+            # GRPO, RLOO, distillation.
+            guard = GenerationGuard(
+                self.view, self.failsafe, judges=lambda: self.window is not None and self.window.judged
+            )
+            self.replace(trainer, "_generate_and_score_completions", guard.generate)
+        if self.view.can_reexecute:
+            self.replace(trainer.optimizer, "step", self._in_section("optimizer", self.optimizer_step.step))
+        for name, section in (
+            ("_generate_single_turn", "generate"),
+            ("_calculate_rewards", "rewards"),
+        ):
+            if hasattr(trainer, name):
+                self.replace(trainer, name, self._in_section(section, _unchanged))
+        self.replace(trainer, "_load_best_model", self._in_section("load_best_model", self._load_best_model))
+        self.one_rank.attach()
+        self.optimizer_step.attach()
+        self.position.watch()
+
+    def detach(self) -> None:
+        """Gives the trainer back as it was."""
+        undoing, self.on_detach = self.on_detach, []
+        own = (
+            self._replaced.give_back,
+            self.engine.detach,
+            self.optimizer_step.detach,
+            self.position.release,
+            self._worker_deaths.release,
+            self.activation_checkpointing.switch_off,
+        )
+        for undo in (self.leaving.detach, *reversed(undoing), *own):
+            try:
+                undo()
+            except Exception:
+                logger.warning("A part of self_healing could not be taken off the trainer.", exc_info=True)
+        self.window = None
+
+    def _in_section(self, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes the calls of a wrapper a part of a step of their own, for the watchdog."""
+        enter, leave = self.heartbeat.enter, self.heartbeat.leave
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            enter(name)
+            try:
+                return wrapper(*args, **kwargs)
+            finally:
+                leave()
+
+        return inside
+
+    def replace(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Hands calls of a method of any object to `wrapper(original, *args, **kwargs)` until [`detach`]."""
+        self._replaced.wrap(holder, name, wrapper)
+
+    def stay_within(self, block: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        """Has each part of `train()` that calls all the others run in a block, until [`detach`]."""
+
+        def within(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with block():
+                return original(*args, **kwargs)
+
+        for name in ("_evaluate", "_run_epoch", "_finalize_training"):
+            self.replace(self.trainer, name, within)
+
+    def intercept(self, model: torch.nn.Module, name: str, wrapper: Callable[..., Any]) -> Interception:
+        """Hands calls of a method of a model to `wrapper(original, *args, **kwargs)` until [`detach`]."""
+        interception = Interception(model, name, getattr(model, name), wrapper)
+        self._replaced.put(model, name, interception)
+        return interception
+
+    def intercept_calls(self, model: torch.nn.Module, wrapper: Callable[..., Any]) -> Interception:
+        """Hands calls of a model, with what hooks do around them, to `wrapper(original, *args, **kwargs)`."""
+        compiled = getattr(model, "_compiled_call_impl", None) is not None
+        return self.intercept(model, "_compiled_call_impl" if compiled else "_call_impl", wrapper)
+
+    def release_calls(self, interceptions: Sequence[Interception]) -> None:
+        """Takes back what [`intercept_calls`] and [`intercept`] did; others of the same models stay."""
+        self._replaced.give_back(interceptions)
+
+    @contextlib.contextmanager
+    def random_state_kept(self) -> Iterator[None]:
+        """Puts the random generators, which training goes on to draw from, back afterwards."""
+        rng = RandomState.capture(self.view.device)
+        try:
+            yield
+        finally:
+            rng.restore()
+
+    # ---- the Trainer's events, passed on by the callback ----
+
+    def epoch_begins(self) -> None:
+        """Called in `on_epoch_begin`."""
+        if self.attached:
+            with self.failsafe.contained():
+                self._worker_deaths.forget()
+                self.position.epoch_begins()
+                self.reentry.epoch_begins()
+
+    def step_begins(self) -> None:
+        """Called in `on_step_begin`."""
+        if self.attached:
+            with self.failsafe.contained():
+                self.reentry.step_begins()
+
+    def before_optimizer_step(self) -> None:
+        """Called in `on_pre_optimizer_step`."""
+        window = self.window
+        if self._ready(window):
+            # The trainer did not clip, neither through the accelerator nor on mixed meshes.
+            window.measured_by(lambda: self.trainer._get_grad_norm(self.trainer.model_wrapped))
+            self._judge(window)
+        elif self.failsafe.failure is not None and (window is None or not window.judged):
+            self._tell_of_failure(self.trainer._get_grad_norm(self.trainer.model_wrapped))
+        if self.attached:
+            with self.failsafe.contained():
+                self.reentry.about_to_step()
+
+    def step_ends(self) -> None:
+        """Called in `on_step_end`."""
+        if self.attached:
+            with self.failsafe.contained():
+                self.reentry.step_ends()
+
+    def epoch_ends(self) -> None:
+        """Called in `on_epoch_end`."""
+        if self.attached:
+            with self.failsafe.contained():
+                self.reentry.epoch_ends()
+
+    # ---- the wrapped methods, in the order a step calls them ----
+
+    def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.reentry.stop_owed:
+            # A run that was left after its last step: transformers would train one step too many.
+            self.trainer.control.should_training_stop = True
+            if self.reentry.resumed_at_the_end:
+                logger.warning(
+                    "Step %d: nothing is trained, because the checkpoint resumed from is that of a finished run "
+                    "(max_steps=%d). The weights are those of the checkpoint; to train on, please raise max_steps or "
+                    "num_train_epochs.",
+                    self.view.step,
+                    int(self.trainer.state.max_steps),
+                )
+            return [], None
+        with self.failsafe.contained():
+            self.window = None
+            self.reentry.fetching()
+        with self.failsafe.leaving_on_exception(), self._worker_deaths.fetching():
+            result = original(*args, **kwargs)
+        if self.attached:
+            with self.failsafe.contained():
+                self.window = Window(self.engine, self.ledger, self.position, len(result[0])) if result[0] else None
+                self.reentry.fetched(self.window)
+        return result
+
+    def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        window = self.window
+        if window is None or window.judged or window.complete or self.call.running:
+            return original(model, inputs, *args, **kwargs)
+        with self.failsafe.contained():
+            finished = self.reentry.finished
+            if not window.started and finished is not None:
+                window.begin(self.ledger.capture(finished.running_loss))
+            window.add_call(model, inputs, args, kwargs)
+        if not self.attached:
+            return original(model, inputs, *args, **kwargs)
+        state = self.trainer.state
+        before, ran_out = state.num_input_tokens_seen, None
+        with self.failsafe.leaving_on_exception():
+            try:
+                with self._noting_what_is_prepared(window):
+                    loss = self.call.run((model, inputs, args, kwargs), window.note_exception)
+            except Exception as error:
+                ran_out = self.retry.caught(error, alone=self.one_rank.can_be_taken_back())
+                if ran_out is None:
+                    raise
+        tokens = state.num_input_tokens_seen - before
+        if ran_out is not None:
+            # Outside of the handler: the exception, and with it what the failed attempt held, is gone.
+            with self.failsafe.leaving_on_exception():
+                if ran_out.alone:
+                    loss = self._until_it_fits_alone(window, ran_out)
+                    tokens = state.num_input_tokens_seen - before
+                else:
+                    loss, tokens = self._until_it_fits(window, ran_out, before)
+        self.one_rank.end()
+        window.add_loss(loss, tokens)
+        if window.complete:
+            with self.failsafe.leaving_on_exception():
+                self.one_rank.check_sent()
+        self.retry.on_success()
+        return loss
+
+    def _noting_what_is_prepared(self, window: Window) -> contextlib.AbstractContextManager[None]:
+        """
+        Keeps the rows that a trainer generates for the first call of a step, which need not be generated twice, and on
+        one of several ranks each micro-batch as it was prepared.
+        """
+        generates = self.objective.online and not window.losses
+        self.one_rank.begin()
+        if not generates and not self.one_rank.possible:
+            return contextlib.nullcontext()
+
+        def note(batch: Any) -> Any:
+            with self.failsafe.contained():
+                if generates:
+                    window.note_generated(batch, self.ledger.capture())
+                self.one_rank.note(batch)
+            return batch
+
+        return self.engine.preparing(note)
+
+    def _until_it_fits_alone(self, window: Window, ran_out: OutOfMemory) -> torch.Tensor:
+        """Computes a micro-batch again on this rank of several, in whatever way fits, while the others wait."""
+        while True:
+            if not self.retry.handled(ran_out):
+                self.detach()
+                raise ran_out.error
+            try:
+                return self.one_rank.compute_again(lambda: self.call.run(window.last_call, window.note_exception))
+            except Exception as raised:
+                error = raised
+            again = self.retry.caught(error, alone=self.one_rank.can_be_taken_back())
+            if again is None:
+                if not is_out_of_memory(error):
+                    # DDP may refuse another forward (a parameter that the loss does not use counts as reduced).
+                    self.retry.ends_the_job(ran_out)
+                self.detach()
+                raise error from ran_out.error
+            ran_out = again
+
+    def _until_it_fits(self, window: Window, ran_out: OutOfMemory, tokens: int) -> tuple[torch.Tensor, int]:
+        """Computes the step again up to where memory ran out, in whatever way fits; its last loss, and its tokens."""
+        before_the_step = tokens - window.tokens_inside
+        while True:
+            if not self.retry.handled(ran_out):
+                self.detach()
+                raise ran_out.error
+            try:
+                return window.compute_again_so_far(before_the_step)
+            except TrainingFault as fault:
+                error = fault.error
+            except Exception as ours:
+                # In what is done around the training step: counters and buffers put back.
+                if not is_out_of_memory(ours):
+                    raise
+                error = ours
+            again = self.retry.caught(error)
+            if again is None:
+                self.detach()
+                raise error
+            ran_out = again
+
+    def _clip_grad_norm_(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        window = self.window
+        if self.call.running:
+            return original(parameters, *args, **kwargs)
+        if not self._ready(window):
+            norm = original(parameters, *args, **kwargs)
+            if self.failsafe.failure is not None and (window is None or not window.judged):
+                self._tell_of_failure(norm)
+            return norm
+        # A generator could not be gone through again.
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        return self._measured(window, lambda: original(parameters, *args, **kwargs))
+
+    def _mixed_mesh_grad_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        window = self.window
+        if self.call.running or not self._ready(window):
+            return original(*args, **kwargs)
+        return self._measured(window, lambda: original(*args, **kwargs))
+
+    def _measured(self, window: Window, measure: Callable[[], Any]) -> Any:
+        window.measured_by(measure)
+        self._judge(window)
+        return window.grad_norm
+
+    @staticmethod
+    def _ready(window: Window | None) -> TypeGuard[Window]:
+        return window is not None and window.complete and not window.judged
+
+    def _judge(self, window: Window) -> None:
+        window.judged = True
+        fault: TrainingFault | None = None
+        self.heartbeat.enter("judge")
+        try:
+            window.failed = self.failsafe.failure is not None
+            self._hooks.judge(window)
+            window.released = True
+        except TrainingFault as caught:
+            fault = caught
+        except Exception as error:
+            if self.failsafe.lets_pass(error):
+                raise
+            self._give_up(error, window)
+        finally:
+            self.heartbeat.leave()
+        if fault is not None:
+            # Outside the handler, so that the exception keeps the cause and context it came with.
+            raise fault.error
+
+    @property
+    def owes_update(self) -> bool:
+        """Whether `train()` was left by an exception between a step that was found fit and its update."""
+        window = self.reentry.interrupted
+        return self.attached and window is not None and window.released and self.reentry.phase is Phase.COMPUTING
+
+    def finish_step(self) -> None:
+        """Applies that step, as the other ranks have that were not left."""
+        self.reentry.about_to_step()
+        with self._rates.set(self._rates.in_force()):
+            self._replaced.original(self.trainer.optimizer, "step")()
+        self.reentry.phase = Phase.STEPPED
+
+    def _give_up(self, error: Exception, window: Window) -> None:
+        """Goes on without this library after a failure in judging a step, or ends a job of several ranks."""
+        if self.view.world_size == 1:
+            window.abandon(self.leaves_out_nonfinite)
+            self.failsafe.switch_off(error)
+        elif isinstance(error, votes.RankFailed):
+            self._go_on_without(error)
+        elif not window.agreed:
+            # The others have come to this step, and wait for its numbers.
+            self._tell_of_failure(window.grad_norm, error)
+        else:
+            raise self.failsafe.failed(error) from error
+
+    def _tell_of_failure(self, norm: Any, error: Exception | None = None) -> None:
+        """Takes part in the vote of a step that this rank cannot judge, because code of this library has failed."""
+        self.failsafe.failure = self.failsafe.failure or error
+        self._go_on_without(tell_of_failure(norm, self.view.device))
+
+    def _go_on_without(self, error: votes.RankFailed) -> None:
+        """Takes this library off after a vote that has done so on all ranks, where the step needs no healing."""
+        if not error.healthy:
+            raise self.failsafe.failed(error) from self.failsafe.failure
+        self.failsafe.switch_off(error)
+
+    def _prediction_step(
+        self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        stores, rng = self.ledger.mark_stores(), RandomState.capture(self.view.device)
+        begun = votes.collectives_begun() if self.one_rank.possible else None
+        while True:
+            try:
+                # A copy: what the first attempt took out of it is needed by the second.
+                result = original(model, copy.copy(inputs), *args, **kwargs)
+            except Exception as error:
+                alone = begun is not None and votes.collectives_begun() == begun
+                ran_out = self.retry.caught(error, place="evaluation", alone=alone)
+                if ran_out is None:
+                    raise
+            else:
+                self.retry.on_success()
+                return result
+            # An evaluation may generate, and training draws on from where it stops.
+            rng.restore()
+            self.ledger.rewind_stores(stores)
+            if not self.retry.handled_in_evaluation(ran_out):
+                raise ran_out.error
+
+    def _evaluate(self, original: Callable[..., Any], trial: Any, ignore_keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.objective.online and self.leaves_out_nonfinite:
+            # Rows are generated for an evaluation as well, and it has no loss that could be left out.
+            with self.failsafe.contained(), self.failsafe.together():
+                self._hooks.vouch_for_state()
+        self.reentry.evaluation_begins(ignore_keys)
+        metrics = original(trial, ignore_keys, *args, **kwargs)
+        self.reentry.evaluation_ends()
+        if self.best_model is not None:
+            with self.failsafe.contained():
+                self.best_model.note_evaluation(metrics)
+        return metrics
+
+    def _on_epoch_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.reentry.epoch_end_begins()
+        control = original(*args, **kwargs)
+        self.leaving.epoch_ended(control)
+        return control
+
+    def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        with self.failsafe.contained():
+            logs.update(self._hooks.metrics("loss" in logs, "train_runtime" in logs))
+            if "train_runtime" in logs:
+                self.reentry.finalizing()
+                self._cover_the_whole_run(logs)
+        if "train_runtime" in logs and self.best_model is not None and self.trainer.args.load_best_model_at_end:
+            with self.failsafe.contained(), self.failsafe.together():
+                self.best_model.choose()
+        return original(logs, *args, **kwargs)
+
+    def _load_best_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.best_model is None:
+            return original(*args, **kwargs)
+        return self.best_model.load(original, *args, **kwargs)
+
+    def _cover_the_whole_run(self, logs: dict[str, float]) -> None:
+        """Corrects the Trainer's final speed metrics, which know only the last entry into `train()`."""
+        runtime, whole = logs["train_runtime"], time.time() - self.started_at
+        if whole <= runtime:
+            return
+        steps = self.view.step - int(getattr(self.trainer, "_initial_global_step", 0))
+        samples = logs.get("train_samples_per_second", 0.0) * runtime
+        logs["train_runtime"] = round(whole, 4)
+        if "train_samples_per_second" in logs:
+            logs["train_samples_per_second"] = round(samples / whole, 3)
+        if "train_steps_per_second" in logs:
+            logs["train_steps_per_second"] = round(steps / whole, 3)
+
+
+def _unchanged(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs)

@@ -1,0 +1,188 @@
+"""
+Rows of a prepared batch: how it falls into them, a batch with some left out, and what one row holds.
+
+Shape suffixes: B rows of a batch, N preference pairs (B = 2N), T tokens, S segments of a flattened batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from .objective import Objective
+
+
+Batch = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The rows of a prepared batch that can be left out one by one."""
+
+    kind: Literal["rows", "pairs", "segments"]
+    rows: int
+    starts: tuple[int, ...] = ()
+
+    def alone(self, row: int) -> list[int]:
+        """
+        Names one row, to be selected without the others: twice where the batch has several, because statistics over a
+        batch (batch norm) need more than one; once where it has one, for which there is memory.
+        """
+        return [row] * min(self.rows, 2)
+
+
+def layout_of(batch: Any, objective: Objective) -> Layout | None:
+    """Finds the rows of a prepared batch; `None` where they cannot be told apart (some vision batches)."""
+    if not isinstance(batch, Mapping):
+        return None
+    sizes = [value.size(0) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim() > 0]
+    if not sizes:
+        return None
+    total = _leading_size(batch, sizes)
+    allowed = {total}
+    if objective.paired:
+        if total % 2:
+            return None
+        allowed.add(total // 2)
+    # Images are laid out by patch or tile: their rows belong to no single row of text.
+    if any(
+        key.startswith(("pixel", "image", "spatial"))
+        and isinstance(value, torch.Tensor)
+        and value.dim() > 0
+        and value.size(0) not in allowed
+        for key, value in batch.items()
+    ):
+        return None
+    if objective.paired:
+        return Layout("pairs", total // 2)
+    return segments_of(batch) or Layout("rows", total)
+
+
+def segments_of(batch: Batch) -> Layout | None:
+    """Finds the sequences of a flattened batch, which begin where the positions do; `None` if it is not one."""
+    position_ids = batch.get("position_ids")
+    if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 2 or position_ids.size(0) != 1:
+        return None
+    if batch.get("attention_mask") is not None:
+        return None
+    starts = (position_ids[0] == 0).nonzero().flatten().tolist()
+    if not starts or starts[0] != 0:
+        return None
+    return Layout("segments", len(starts), (*starts, position_ids.size(-1)))
+
+
+def _leading_size(batch: Batch, sizes: list[int]) -> int:
+    for key in ("input_ids", "completion_ids", "prompt_ids", "inputs_embeds", "pixel_values", "input_features"):
+        value = batch.get(key)
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            return value.size(0)
+    return sizes[0]
+
+
+def select_rows(batch: Batch, layout: Layout, keep: Sequence[int]) -> dict[str, Any]:
+    """Returns a batch with only some of its rows, in their order; nothing is trimmed."""
+    if layout.kind == "segments":
+        return _select_segments(batch, layout, keep)
+    by_size = {layout.rows: list(keep)}
+    if layout.kind == "pairs":
+        by_size[2 * layout.rows] = [*keep, *(layout.rows + row for row in keep)]
+    return {key: _select(value, by_size) for key, value in batch.items()}
+
+
+def _select(value: Any, by_size: dict[int, list[int]]) -> Any:
+    if isinstance(value, torch.Tensor):
+        rows = by_size.get(value.size(0)) if value.dim() > 0 else None
+        return value if rows is None else value[torch.tensor(rows, dtype=torch.long, device=value.device)]
+    if isinstance(value, list):
+        rows = by_size.get(len(value))
+        return value if rows is None else [value[row] for row in rows]
+    if isinstance(value, Mapping):
+        return {key: _select(inner, by_size) for key, inner in value.items()}
+    return value
+
+
+def _select_segments(batch: Batch, layout: Layout, keep: Sequence[int]) -> dict[str, Any]:
+    length = layout.starts[-1]
+    spans = [range(layout.starts[row], layout.starts[row + 1]) for row in keep]
+    tokens = [token for span in spans for token in span]
+    selected: dict[str, Any] = {}
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.size(1) == length:
+            selected[key] = value[:, torch.tensor(tokens, dtype=torch.long, device=value.device)]
+        else:
+            selected[key] = value
+    # Boundaries that TRL's padding-free collator hands to the attention kernels.
+    lengths = torch.tensor([len(span) for span in spans], dtype=torch.int32)
+    for key in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if isinstance(batch.get(key), torch.Tensor):
+            boundaries = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).to(torch.int32)])
+            selected[key] = boundaries.to(batch[key].device, batch[key].dtype)
+    for key in ("max_length_q", "max_length_k"):
+        if key in batch:
+            selected[key] = int(lengths.max())
+    if isinstance(batch.get("seq_idx"), torch.Tensor):
+        indices = torch.repeat_interleave(torch.arange(len(spans), dtype=torch.int32), lengths)
+        selected["seq_idx"] = indices[None].to(batch["seq_idx"].device, batch["seq_idx"].dtype)
+    return selected
+
+
+def own_token_count(batch: Batch, layout: Layout, rows: Sequence[int]) -> torch.Tensor | None:
+    """Counts the tokens that rows add to the count a generated batch carries (0-d); `None` if it carries none."""
+    mask: Any = batch.get("completion_mask")
+    if "num_items_in_batch" not in batch or not isinstance(mask, torch.Tensor):
+        return None
+    if isinstance(batch.get("tool_mask"), torch.Tensor):
+        mask = mask * batch["tool_mask"]
+    kept: torch.Tensor = select_rows({"mask": mask}, layout, rows)["mask"]
+    return kept.sum()
+
+
+# Keys whose values are the same for every row that is padded alike, or that only say where rows begin.
+_NOT_CONTENT = frozenset(
+    {"attention_mask", "position_ids", "seq_idx", "use_cache", "num_items_in_batch", "advantages"}
+)
+
+
+def content_hash(batch: Batch, layout: Layout, row: int) -> str:
+    """Computes the SHA-256 of one row."""
+    alone = select_rows(batch, layout, [row])
+    digest = hashlib.sha256()
+    for key in sorted(alone):
+        value = alone[key]
+        if key in _NOT_CONTENT or key.endswith(("_mask", "_logps")) or not isinstance(value, torch.Tensor):
+            continue
+        if value.dim() == 0 or (layout.kind != "segments" and value.size(0) not in (1, 2)):
+            continue
+        mask = alone.get(_mask_for(key))
+        if isinstance(mask, torch.Tensor) and mask.shape == value.shape:
+            value = value[mask.bool()]
+        digest.update(f"{key}:{value.dtype}:".encode())
+        digest.update(value.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _mask_for(key: str) -> str:
+    if key.endswith("_ids") and key != "input_ids":
+        stem = key.removesuffix("input_ids") if key.endswith("input_ids") else key.removesuffix("ids")
+        return f"{stem}attention_mask" if key.endswith("input_ids") else f"{stem}mask"
+    return "attention_mask"
+
+
+def row_text(batch: Batch, layout: Layout, row: int, tokenizer: Any, keys: Sequence[str]) -> str | None:
+    """Decodes one row for a person, from the first of `keys` the batch has; `None` where that cannot be done."""
+    decode = getattr(tokenizer, "decode", None)
+    if decode is None:
+        return None
+    alone = select_rows(batch, layout, [row])
+    for key in keys:
+        ids = alone.get(key)
+        if isinstance(ids, torch.Tensor) and not ids.is_floating_point():
+            mask = alone.get(_mask_for(key))
+            ids, mask = ids[0], mask[0] if isinstance(mask, torch.Tensor) else None
+            kept = ids[mask.bool()] if mask is not None and mask.shape == ids.shape else ids
+            return str(decode(kept.tolist(), skip_special_tokens=False))
+    return None

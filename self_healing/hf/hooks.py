@@ -1,0 +1,162 @@
+"""`Failsafe`: keeps failures of this library away from training, and gives the trainer back before one leaves it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from ..exceptions import HealingFailed, UnrecoverableTrainingError
+from ..failures.classify import classify_exception, comes_from_a_collective
+from ..failures.recipes import FailureType
+from ..instrument.hooks import Hooks
+from ..instrument.on_exception import OnException
+from ..instrument.training_fault import TrainingFault
+from ..log_safely import log_safely
+from ..ranks import votes
+from .patching import Replacements
+
+
+logger = logging.getLogger(__name__)
+
+# What has ended a job, or is about to, and is no failure of this library.
+_MEANT = (UnrecoverableTrainingError, HealingFailed, votes.Stranded, votes.RanksDisagree)
+
+
+class Failsafe:
+    """Decides what becomes of an exception that is raised in, or passes through, the wrapped methods of a trainer."""
+
+    def __init__(self, trainer: Any, hooks: Hooks, replaced: Replacements, give_back: Callable[[], None]) -> None:
+        self._trainer = trainer
+        self._hooks = hooks
+        self._replaced = replaced
+        self.give_back = give_back
+        # Whether this library has failed: training goes on without it.
+        self.switched_off = False
+        self._lost_device_error: BaseException | None = None
+        self._containing, self._leaving = OnException(self._contain), OnException(self._leave_with)
+        self._noting, self._meeting = OnException(self._note), OnException(self._fail_where_ranks_meet)
+        # On one of several ranks: what the others have not been told yet.
+        self.failure: Exception | None = None
+
+    @property
+    def attached(self) -> bool:
+        """Whether the methods of the trainer are wrapped."""
+        return bool(self._replaced)
+
+    @property
+    def device_lost(self) -> bool:
+        """Whether nothing can be computed any more, not even to put back what an experiment has changed."""
+        return self._lost_device_error is not None
+
+    # ---- a failure of this library ----
+
+    def contained(self) -> OnException:
+        """Contains a failure in a block: training goes on without us, on several ranks from the next vote on."""
+        return self._containing
+
+    def noted(self) -> OnException:
+        """As [`contained`] on several ranks; on one process the failure passes, to whoever judges the step."""
+        return self._noting
+
+    def together(self) -> OnException:
+        """Marks a block in which ranks meet: on several of them a failure in it ends the job."""
+        return self._meeting
+
+    def _contain(self, error: BaseException) -> bool:
+        if not isinstance(error, Exception) or self.lets_pass(error):
+            return False
+        if votes.world_size() == 1:
+            self.switch_off(error)
+            return True
+        if isinstance(error, TrainingFault):
+            self.give_back()
+            raise error.error
+        return self._note(error)
+
+    def _note(self, error: BaseException) -> bool:
+        if not self._is_ours(error):
+            return False
+        assert isinstance(error, Exception)
+        if self.failure is None:
+            self.failure = error
+            text = "self_healing failed on rank %d at step %s, and tells the others. Please report this traceback."
+            step = self._trainer.state.global_step
+            log_safely(logger, logging.ERROR, text, votes.own_rank(), step, exc_info=error)
+        return True
+
+    def _fail_where_ranks_meet(self, error: BaseException) -> bool:
+        if not self._is_ours(error):
+            return False
+        raise self.failed(error) from error
+
+    def _is_ours(self, error: BaseException) -> bool:
+        """Whether it is a failure of this library on one of several ranks."""
+        several = votes.world_size() > 1 and isinstance(error, Exception)
+        return several and not isinstance(error, TrainingFault) and not self.lets_pass(error)
+
+    def failed(self, error: BaseException) -> HealingFailed:
+        """Writes down a failure that ends the job, and gives what ends it."""
+        self.give_back()
+        self._hooks.ends_the_job(error)
+        return HealingFailed.on_rank(votes.own_rank(), int(self._trainer.state.global_step), error)
+
+    def lets_pass(self, error: BaseException) -> bool:
+        """Whether an exception in this library is no failure of it, and ends `train()`; the trainer is given back."""
+        if not (is_meant(error) or self.tells_of_lost_device(error)):
+            return False
+        self.give_back()
+        return True
+
+    def switch_off(self, error: Exception) -> None:
+        """Logs a failure of this library, and gives the trainer back for the rest of the run."""
+        step = self._trainer.state.global_step
+        text = "self_healing failed at step %s and has switched itself off; training goes on without it."
+        elsewhere = isinstance(error, votes.RankFailed) and self.failure is None
+        text += " The log of another rank has the traceback." if elsewhere else " Please report this traceback."
+        log_safely(logger, logging.ERROR, text, step, exc_info=None if elsewhere else self.failure or error)
+        self.switched_off = True
+        self.give_back()
+        self._hooks.broken(self.failure or error)
+
+    # ---- an exception that ends `train()` ----
+
+    def tells_of_lost_device(self, error: BaseException) -> bool:
+        """Whether an exception says that the device is lost; if so, that is journaled before anything else is done."""
+        if classify_exception(error) is not FailureType.DEVICE:
+            return False
+        self._lost_device_error = self._lost_device_error or error
+        self._hooks.device_lost(error)
+        return True
+
+    def leaving_on_exception(self) -> OnException:
+        """Gives the trainer back if an exception leaves a block: it ends `train()`, and no event says so."""
+        return self._leaving
+
+    def _leave_with(self, error: BaseException) -> bool:
+        self.tells_of_lost_device(error)
+        self.give_back()
+        return False
+
+    def watch_the_device(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wraps a part of `train()` that calls all the others: what is raised between them is seen as well."""
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            lost = self.tells_of_lost_device(error)
+            self._hooks.left_by(error)
+            if not lost:
+                raise
+            self.give_back()
+            first = self._lost_device_error
+            if first is None or first is error:
+                raise
+        # What was raised on the way out says less than the first exception.
+        raise first
+
+
+def is_meant(error: BaseException) -> bool:
+    """Whether an exception in this library ends a run and is no failure of it, but of a process that is gone."""
+    if isinstance(error, _MEANT) or classify_exception(error) is FailureType.PROCESS_DIED:
+        return True
+    return votes.world_size() > 1 and comes_from_a_collective(error)

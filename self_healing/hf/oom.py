@@ -1,0 +1,233 @@
+"""`OneRankRetry`: computes a micro-batch again on one rank of several, while the others wait for its gradients."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ..instrument.preparing import preparing
+from ..ranks import votes
+from .deepspeed import Zero, zero_of
+from .memory import Place
+from .patching import Replacements
+from .trainer_state import Bookkeeper, Bookkeeping
+from .view import TrainerView
+
+
+# By which trainers have ranks meet in a loss.
+_ASKING = ("gather_for_metrics", "gather", "reduce", "pad_across_processes")
+
+
+class OneRankRetry:
+    """Computes a micro-batch once more on this rank alone."""
+
+    def __init__(self, trainer: Any, view: TrainerView, ledger: Bookkeeper, replaced: Replacements) -> None:
+        self._trainer = trainer
+        self._view = view
+        self._ledger = ledger
+        self._replaced = replaced
+        self._model: Any = None
+        self._zero: Zero | None = None
+        self._refusal = ""
+        self._first_step = 0
+        self._parameters: list[torch.nn.Parameter] = []
+        # Of the micro-batch that is being computed, as of when it was prepared.
+        self._prepared: Any = None
+        self._before: Bookkeeping | None = None
+        self._gradients: list[tuple[int, int] | None] = []
+        self._collectives: int | None = None
+        self._begun = votes.Collectives().begun
+        # Forwards of the wrapped model in this attempt, and in the one that came furthest.
+        self._forwards = self._sent_before = 0
+        # What was asked through accelerate, and what came back; how often this attempt has asked; whether it does.
+        self._answers: list[tuple[str, Any]] = []
+        self._asked = 0
+        self._asking = False
+        # Whether a forward of the model itself is a meeting of ranks (statistics or losses over all of them), as the
+        # first one has shown; collectives begun when that began.
+        self.meets_in_forward: bool | None = None
+        self._entered: int | None = None
+
+    @property
+    def possible(self) -> bool:
+        """Whether there are other ranks, and a micro-batch can be computed again without them."""
+        return self._model is not None
+
+    def attach(self) -> None:
+        """Watches the wrapped model, if it is one of DDP or ZeRO."""
+        model: Any = getattr(self._trainer, "model_wrapped", None)
+        self._first_step = self._view.step
+        if self._view.world_size == 1:
+            return
+        self._refusal = self._why_never(model)
+        if self._refusal:
+            return
+        self._model = model
+        self._parameters = [each for each in model.parameters() if each.requires_grad]
+        self._zero = zero_of(self._trainer)
+        if self._zero is None:
+            self._replaced.wrap(model, "_pre_forward", self._pre_forward)
+            self._replaced.wrap(model, "_post_forward", self._post_forward)
+        else:
+            self._replaced.wrap(model, "forward", self._forward)
+        for name in _ASKING:
+            self._replaced.wrap(self._trainer.accelerator, name, functools.partial(self._ask, name))
+
+    def _why_never(self, model: Any) -> str:
+        """Says why no micro-batch can be computed again on one rank alone; empty if some can."""
+        if self._view.shares_rows:
+            return "ranks share the tokens of each row (context or sequence parallelism)"
+        if self._view.sharded:
+            return "the model is sharded, and each call gathers weights from all ranks"
+        if zero_of(self._trainer) is not None:
+            return self._why_not_counted()
+        # torch 2.13: what DDP sends before a forward is sent in `_pre_forward`.
+        if not isinstance(model, DistributedDataParallel) or not hasattr(model, "_pre_forward"):
+            return "the model is not one of DistributedDataParallel"
+        if model.process_group.size() != self._view.world_size:
+            return "DistributedDataParallel spans some of the ranks only"
+        return self._why_not_counted()
+
+    def _why_not_counted(self) -> str:
+        return "" if self._begun() is not None else "the backend does not count its collectives"
+
+    def begin(self) -> None:
+        """Called before a micro-batch."""
+        self.end()
+        self._forwards = self._sent_before = self._asked = 0
+        self._collectives = self._begun() if self.possible else None
+
+    def check_sent(self) -> None:
+        """Raises where DDP has not sent all gradients of a step: others would take a vote for some of them."""
+        if self._model is None or self._zero is not None:
+            return
+        # torch's own words, which come in the next forward otherwise.
+        self._model._check_reducer_finalized()
+        sent = self._collectives is None or self._begun() != self._collectives
+        if not sent and not votes.all_reach("no gradients are sent", seconds=20.0):
+            raise RuntimeError(
+                f"step {self._view.step}: rank {votes.own_rank()} has sent no gradients, and the other ranks wait "
+                "for them: its training_step took no backward pass, or called the model past its "
+                "DistributedDataParallel wrapper (where nothing counts, take the backward of 0.0 * loss)"
+            )
+
+    def note(self, batch: Any) -> None:
+        """Called with the micro-batch as the trainer has prepared it: here it can be begun again."""
+        if not self.possible:
+            return
+        # A copy: `compute_loss` may pop keys from the batch it is given.
+        self._prepared = copy.copy(batch)
+        # The running loss is not rewound.
+        self._before = self._ledger.capture(self._trainer._tr_loss)
+        self._gradients = self._versions()
+        self._collectives = self._begun()
+
+    def can_be_taken_back(self) -> bool:
+        """Whether nothing of the micro-batch has reached another rank or a gradient."""
+        return not self.why_not()
+
+    def why_not(self, place: Place = "forward") -> str:
+        """Says why what has failed cannot be computed again on this rank alone; empty if it can."""
+        if self._refusal:
+            return self._refusal
+        if place == "evaluation":
+            return "the evaluation of this batch has begun a collective"
+        if self._before is None:
+            return "the batch was being prepared, in which ranks meet"
+        if self._zero is None and self._model.static_graph and self._view.step == self._first_step:
+            return "DistributedDataParallel learns its static graph in the first step"
+        if self._collectives is None or self._begun() != self._collectives:
+            return "a collective has begun that cannot be begun once more"
+        # What is gone was dropped by ZeRO, which does so when the first forward of a step begins.
+        changed = (now not in (None, before) for now, before in zip(self._versions(), self._gradients, strict=True))
+        return "a gradient has been added to" if any(changed) else ""
+
+    def compute_again(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Takes the micro-batch back, and computes it once more from where it was prepared."""
+        before = self._before
+        assert before is not None
+        self._ledger.rewind_step(before)
+        self._trainer.state.num_input_tokens_seen = before.tokens_seen
+        self._sent_before, self._forwards = max(self._sent_before, self._forwards), 0
+        self._asked = 0
+        if self._zero is not None:
+            self._zero.leave_backward()
+        with preparing(self._trainer, lambda batch: batch, prepared=self._prepared):
+            return compute()
+
+    def end(self) -> None:
+        """Called after a micro-batch: what is kept of it is let go."""
+        self._before = self._prepared = None
+        self._answers.clear()
+
+    def _pre_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._entered = None
+        if self._before is None or self._collectives is None:
+            return original(*args, **kwargs)
+        self._forwards += 1
+        if self._forwards <= self._sent_before:
+            self._model.require_forward_param_sync = False
+        before = self._begun()
+        result = original(*args, **kwargs)
+        after = self._begun()
+        if before is None or after is None:
+            self._collectives = None
+        elif after != before:
+            # Sent, and not to be sent again: the micro-batch goes on from the buffers that came.
+            self._collectives += after - before
+            self._before = replace(self._before, buffers=self._ledger.with_buffers_of_now(self._before).buffers)
+        self._entered = after
+        return result
+
+    def _post_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.meets_in_forward is None and self._entered is not None:
+            self.meets_in_forward = self._begun() != self._entered
+        return original(*args, **kwargs)
+
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.meets_in_forward is not None:
+            return original(*args, **kwargs)
+        before = self._begun()
+        result = original(*args, **kwargs)
+        self.meets_in_forward = self._begun() != before
+        return result
+
+    def _ask(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._before is None or self._collectives is None or self._asking:
+            return original(*args, **kwargs)
+        self._asked += 1
+        if self._asked <= len(self._answers):
+            asked, answer = self._answers[self._asked - 1]
+            if asked != name:
+                raise RuntimeError(
+                    f"computed again, the loss asks for accelerator.{name}, and asked for {asked} before"
+                )
+            return _copied(answer)
+        before, self._asking = self._begun(), True
+        try:
+            answer = original(*args, **kwargs)
+        finally:
+            self._asking = False
+        after = self._begun()
+        self._collectives = None if before is None or after is None else self._collectives + after - before
+        # A copy: what was asked for may be changed in place.
+        self._answers.append((name, _copied(answer)))
+        return answer
+
+    def _versions(self) -> list[tuple[int, int] | None]:
+        """Tells whether gradients have been added to since: in place, which counts, or by another tensor."""
+        # ZeRO-1 in lower precision adds them up beside the parameter's own.
+        gradients = (held for each in self._parameters for held in (each.grad, getattr(each, "grad_accum", None)))
+        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+
+
+def _copied(answer: Any) -> Any:
+    if isinstance(answer, torch.Tensor):
+        return answer.detach().clone()
+    return type(answer)(map(_copied, answer)) if type(answer) in (list, tuple) else answer

@@ -1,0 +1,355 @@
+"""Leaves `train()` by an exception, and enters it again as if it had never been left."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.trainer_callback import DefaultFlowCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+
+from ..failures.classify import classify_exception, describe_exception
+from ..failures.recipes import FailureType
+from ..instrument.device_memory import free_memory
+from ..instrument.gradients import discard_gradients
+from ..instrument.phase import Phase
+from ..instrument.resume_point import Leave, Pending, ResumePoint
+from ..instrument.training_fault import TrainingFault
+from ..instrument.window import Window
+from ..system.random_state import RandomState
+from .dataloader import DataPosition
+from .trainer_state import METRIC_STORES, Bookkeeper, Bookkeeping
+
+
+logger = logging.getLogger("self_healing")
+
+
+class Reentry:
+    """Follows one `train()` call closely enough to leave it at any point and to continue it in another."""
+
+    def __init__(self, trainer: Any, ledger: Bookkeeper, position: DataPosition) -> None:
+        self._trainer = trainer
+        self._ledger = ledger
+        self._position = position
+        self._entry_step = int(trainer.state.global_step)
+        self.phase = Phase.IDLE
+        self.finished: Bookkeeping | None = None
+        self._finished_step = -1
+        self._stop = False
+        self._window: Window | None = None
+        self._epoch_rng: RandomState | None = None
+        self._after_fetch_rng: RandomState | None = None
+        self._step_end_rng: RandomState | None = None
+        # After what was owed to the step that is resumed from, where the checkpoint has that of before.
+        self._paid_rng: RandomState | None = None
+        self._epoch_began = False
+        self._epoch_ended = False
+        self._step_ended = False
+        self._epoch_end_begun = False
+        self._evaluating = False
+        self._ignore_keys: Any = None
+        self._finalizing = False
+        self._left: Leave | None = None
+        self._continues = False
+        self._epoch_end_done = False
+        self._schedule_before: Any = None
+        self._learning_rate: float | None = None
+        self.has_fetched = False
+
+    # ---- what the Trainer is doing ----
+
+    def epoch_begins(self) -> None:
+        """Called in `on_epoch_begin`: the random state of an epoch that is entered again has to be there by now."""
+        left, self._left = self._left, None
+        if left is not None and left.epoch_rng is not None and self._position.micro_batches > 0:
+            # The Trainer loads that of mid-epoch later; samplers that draw from the global generators need this first.
+            left.epoch_rng.restore()
+        # Where the run ends before the first step of an epoch, the end of the epoch before was delivered already.
+        self._epoch_end_done = self._epoch_end_done or (self._stop and self._position.micro_batches == 0)
+        self._epoch_rng = self._ledger.random_state()
+        self._epoch_began = True
+        self._after_fetch_rng = None
+
+    def fetching(self) -> None:
+        """Called before the batches of a step are fetched: the step before it is finished in every respect."""
+        self.phase = Phase.FETCHING
+        self.finished = self._ledger.capture()
+        self._finished_step = int(self._trainer.state.global_step)
+        self._window = None
+        self._after_fetch_rng = self._step_end_rng = None
+        self._epoch_began = self._epoch_ended = self._step_ended = self._epoch_end_begun = False
+
+    def fetched(self, window: Window | None) -> None:
+        """Called once they are fetched; a resume in mid-epoch loads its random state at this point."""
+        self.phase = Phase.COMPUTING
+        self.has_fetched = True
+        self._window = window
+        self._after_fetch_rng = self._ledger.random_state()
+
+    def step_begins(self) -> None:
+        """Called in `on_step_begin`: only here has a resume in mid-epoch loaded the random state of its first step."""
+        if int(self._trainer.state.global_step) == self._entry_step and self.phase is Phase.COMPUTING:
+            self._after_fetch_rng = self._ledger.random_state()
+
+    def about_to_step(self) -> None:
+        """Notes where the schedule stands, to tell later whether it moved with the step, and the rate of the step."""
+        self._schedule_before = self._schedule_now()
+        self._learning_rate = self._trainer._get_learning_rate()
+
+    def step_ends(self) -> None:
+        """Called in `on_step_end`: all of a step is done but what follows from it (logging, evaluating, saving)."""
+        self._count_data()
+        self._note_random_state()
+
+    def epoch_ends(self) -> None:
+        """Called in `on_epoch_end`, as [`step_ends`] for a step."""
+        self._epoch_ended = True
+        if self._epoch_end_done:
+            # A run that was left at its very end: what follows from the epoch's end is done already.
+            control = self._trainer.control
+            control.should_log = control.should_evaluate = control.should_save = False
+        self._note_random_state()
+
+    def epoch_end_begins(self) -> None:
+        """Called when the Trainer is about to tell its callbacks that the epoch is over."""
+        self._epoch_end_begun = True
+
+    def evaluation_begins(self, ignore_keys: Any) -> None:
+        """Called before an evaluation, which is owed until all is done with its result ([`evaluation_ends`])."""
+        self._evaluating, self._ignore_keys = True, ignore_keys
+
+    def evaluation_ends(self) -> None:
+        """Called when the evaluation is finished in every respect."""
+        self._evaluating = False
+
+    @property
+    def stop_owed(self) -> bool:
+        """Whether the run had reached its end, or been asked to stop, when it was left."""
+        state = self._trainer.state
+        return self._stop or 0 < state.max_steps <= state.global_step
+
+    @property
+    def resumed_at_the_end(self) -> bool:
+        """Whether a run that was over is resumed from outside, and not entered again."""
+        state = self._trainer.state
+        return not self._continues and 0 < state.max_steps <= self._entry_step
+
+    def finalizing(self) -> None:
+        """Called at the last log of the run: the running loss is part of the total by now, and is not added again."""
+        self._finalizing = True
+        self._trainer._tr_loss.zero_()
+
+    def _count_data(self) -> None:
+        if self._window is not None and not self._step_ended:
+            self._position.advance(self._window.all_inputs())
+        self._step_ended = True
+
+    def _note_random_state(self) -> None:
+        control = self._trainer.control
+        if control.should_log or control.should_evaluate or control.should_save:
+            self._step_end_rng = self._ledger.random_state()
+
+    def _schedule_now(self) -> Any:
+        return getattr(self._trainer.lr_scheduler, "last_epoch", None)
+
+    @property
+    def interrupted(self) -> Window | None:
+        """The step that `train()` was left in; `None` if its first forward had not begun."""
+        window = self._window
+        return window if window is not None and window.started else None
+
+    @property
+    def moved(self) -> bool:
+        """Whether a step was finished, or may have been begun to be applied, since `train()` was entered."""
+        finished = int(self._trainer.state.global_step) > self._entry_step
+        return finished or self.phase in (Phase.STEPPING, Phase.STEPPED)
+
+    # ---- leaving ----
+
+    def rewind_to_last_step(self) -> tuple[Bookkeeping, Pending, Leave] | None:
+        """Brings the trainer to the end of its last finished step, after an exception left `train()`."""
+        trainer = self._trainer
+        if self.finished is None or self.phase in (Phase.IDLE, Phase.STEPPING):
+            return None
+        if self.phase is Phase.STEPPED:
+            bookkeeping, pending = self._rewind_after_the_step()
+        else:
+            bookkeeping, pending = self.finished, Pending()
+            self._ledger.rewind(bookkeeping)
+            bookkeeping.rng = self._resume_rng(bookkeeping)
+        bookkeeping.rng.restore()
+        discard_gradients(trainer.model)
+        leave = Leave(
+            epoch_rng=self._epoch_rng,
+            stop=self._stop or trainer.control.should_training_stop,
+            epoch_ended=self._epoch_ended or pending.epoch_end,
+        )
+        for flag in ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop"):
+            setattr(trainer.control, flag, False)
+        return bookkeeping, pending, leave
+
+    def _resume_rng(self, finished: Bookkeeping) -> RandomState:
+        """Gives the random state a resume has to load to draw what the interrupted step would have drawn."""
+        if self._position.micro_batches == 0 and self._epoch_rng is not None:
+            return self._epoch_rng
+        return self._after_fetch_rng or finished.rng
+
+    def random_state_to_resume(self) -> RandomState | None:
+        """Gives the random state that a resume between the last finished step and the one that begins has to load."""
+        return None if self.finished is None else self._resume_rng(self.finished)
+
+    def _rewind_after_the_step(self) -> tuple[Bookkeeping, Pending]:
+        trainer = self._trainer
+        if int(trainer.state.global_step) == self._finished_step:
+            self._count_the_step()
+        delivered = self._step_ended
+        self._count_data()
+        control, history = trainer.control, trainer.state.log_history
+        if self._epoch_end_begun and not self._epoch_ended:
+            # `on_epoch_end` is delivered again, and decides again what follows from it.
+            control.should_log = control.should_evaluate = control.should_save = False
+        ended = self._epoch_ended or self._epoch_began or self._epoch_end_done
+        pending = Pending(
+            step_end=not delivered,
+            log=control.should_log and trainer.state.global_step > trainer._globalstep_last_logged,
+            evaluate=control.should_evaluate or self._evaluating,
+            save=control.should_save,
+            epoch_end=not ended and (self._epoch_end_begun or self._position.at_epoch_end()),
+            ignore_keys=self._ignore_keys,
+            grad_norm=None if self._window is None else self._window.grad_norm,
+            learning_rate=self._learning_rate,
+        )
+        if self._finalizing and history and "train_runtime" in history[-1]:
+            history.pop()
+        if trainer._globalstep_last_logged == trainer.state.global_step and not control.should_log:
+            # TRL empties its metrics after the trackers were called; one of them may have raised before that.
+            self._clear_metrics("train")
+        if pending.evaluate:
+            while history and history[-1]["step"] == trainer.state.global_step and "eval_runtime" in history[-1]:
+                history.pop()
+            self._clear_metrics("eval")
+        bookkeeping = self._ledger.capture()
+        if self._epoch_began and self._epoch_rng is not None:
+            bookkeeping.rng = self._epoch_rng
+        elif pending.evaluate and self._step_end_rng is not None:
+            bookkeeping.rng = self._step_end_rng
+        return bookkeeping, pending
+
+    def _clear_metrics(self, mode: str) -> None:
+        for name in METRIC_STORES:
+            getattr(self._trainer, name, {}).get(mode, {}).clear()
+
+    def _count_the_step(self) -> None:
+        """Counts a step that is done: the exception came between `optimizer.step()` and the count."""
+        trainer, window = self._trainer, self._window
+        scheduler = trainer.lr_scheduler
+        by_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        skipped = trainer.accelerator.optimizer_step_was_skipped
+        if not by_metric and not skipped and self._schedule_now() == self._schedule_before:
+            scheduler.step()
+        trainer.state.global_step += 1
+        epoch = None if window is None else self._position.epoch_after(window.size)
+        if epoch is not None:
+            trainer.state.epoch = epoch
+
+    def release(self) -> None:
+        """Gives back what the Trainer only gives back when it ends by itself."""
+        trainer = self._trainer
+        _end_scaled_step(trainer)
+        gradient_state = trainer.accelerator.gradient_state
+        for loader in list(gradient_state.dataloader_references):
+            if loader is not None:
+                gradient_state._remove_dataloader(loader)
+        trainer.is_in_train = False
+        # Counted in the checkpoint that is resumed from, or of a step that was not finished.
+        trainer.current_flos = 0
+        self._window = self.finished = None
+        discard_gradients(trainer.model)
+        free_memory(trainer.accelerator.device)
+
+    # ---- entering again ----
+
+    def continue_from(self, point: ResumePoint, started_at: float) -> bool:
+        """
+        Goes on with running loss, metrics and token counts of the interrupted call, and delivers what it owed its last
+        step.
+        """
+        self._ledger.continue_from(point.bookkeeping)
+        self._continues = True
+        self._left, self._stop = point.leave, point.leave.stop
+        self._epoch_end_done = point.leave.epoch_ended and self.stop_owed
+        if not point.pending:
+            return False
+        point.bookkeeping.rng.restore()
+        try:
+            point.pending.deliver(self._trainer, started_at)
+        except Exception as error:
+            raise TrainingFault(error) from error
+        # The next exception may come before the next step: nothing may be delivered twice.
+        control = self._trainer.control
+        self._stop = self._stop or control.should_training_stop
+        point.leave.stop = self._stop
+        self._epoch_end_done = point.leave.epoch_ended and self.stop_owed
+        point.pending = Pending()
+        point.bookkeeping = self._ledger.capture()
+        return True
+
+    def deliver_pending(self, path: str, pending: Pending, leave: Leave, started_at: float) -> Leave:
+        """
+        Delivers what is owed to the step of a checkpoint that was written before all that follows from it was done.
+        """
+        trainer = self._trainer
+        self._stop = leave.stop
+        self._epoch_end_done = leave.epoch_ended and self.stop_owed
+        try:
+            trainer._load_rng_state(path)
+            # The callbacks of this process get the events of the steps that it trains; of this one only the schedule
+            # decides what follows.
+            pending.deliver(trainer, started_at, tell=DefaultFlowCallback())
+        except Exception as error:
+            raise TrainingFault(error) from error
+        self._continues = True
+        self._stop = self._stop or trainer.control.should_training_stop
+        self._epoch_end_done = leave.epoch_ended and self.stop_owed
+        self._paid_rng = self._ledger.random_state()
+        self._note_best()
+        return Leave(None, self._stop, leave.epoch_ended)
+
+    def load_random_state(self, original: Callable[..., None], checkpoint: Any) -> None:
+        """Wraps `_load_rng_state`: what was owed to the step of the checkpoint may have drawn from it."""
+        paid, self._paid_rng = self._paid_rng, None
+        try:
+            original(checkpoint) if paid is None else paid.restore()
+        except Exception as error:
+            if classify_exception(error) is FailureType.DEVICE:
+                raise
+            args = self._trainer.args
+            logger.warning(
+                "%s/rng_state%s.pth cannot be loaded (%s) and is taken for missing: training goes on, and draws other "
+                "random numbers than the interrupted run, so the result is not bitwise the same.",
+                checkpoint,
+                f"_{args.process_index}" if args.world_size > 1 else "",
+                describe_exception(error),
+            )
+
+    def _note_best(self) -> None:
+        """Notes a checkpoint as the best that was saved before it could be known to be."""
+        args, state = self._trainer.args, self._trainer.state
+        checkpoint = os.path.join(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        is_best = args.save_strategy != SaveStrategy.NO and state.best_global_step == state.global_step
+        if is_best and os.path.isdir(checkpoint):
+            state.best_model_checkpoint = checkpoint
+
+
+def _end_scaled_step(trainer: Any) -> None:
+    """Ends a step under a `GradScaler` that was left half-way: gradients that are unscaled twice are an error."""
+    scaler, optimizer = trainer.accelerator.scaler, trainer.optimizer
+    if scaler is not None:
+        scaler._per_optimizer_states.clear()
+    if hasattr(optimizer, "_optimizer_original_step_method"):
+        # accelerate sets both back only after a step that returns.
+        optimizer.optimizer.step = optimizer._optimizer_original_step_method
+        optimizer._accelerate_step_called = False

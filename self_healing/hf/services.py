@@ -1,0 +1,282 @@
+"""`ServiceGuard`: finds the services that training calls, and has calls that fail made again."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from accelerate.utils import DistributedType
+
+from ..exceptions import NonFiniteReward
+from ..instrument.interception import Interception
+from ..instrument.reporting import events_of, is_tracker
+from ..ranks import votes
+from .adapter import Instrument
+
+
+logger = logging.getLogger(__name__)
+
+# Of a vLLM client: what can be asked twice. Weights are sent by collectives, which one side cannot begin again.
+_VLLM_REQUESTS = (
+    "generate",
+    "chat",
+    "image_features",
+    "get_sequence_logprobs",
+    "reset_prefix_cache",
+    "get_server_info",
+    "get_world_size",
+)
+
+
+class Retrying(Protocol):
+    """Makes calls again that fail for a reason that may pass; `rewind` takes back what a failed attempt left."""
+
+    def call(
+        self, service: str, rewind: Callable[[], None], function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls a function."""
+
+    async def call_async(
+        self,
+        service: str,
+        rewind: Callable[[], None],
+        function: Callable[..., Awaitable[Any]],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Calls a coroutine function."""
+
+
+class ServiceGuard:
+    """
+    Passes the calls of services that training needs to [`Retrying`]: reward functions, rewards that are modules, a
+    rollout function, the requests to a vLLM server.
+    """
+
+    def __init__(self, instrument: Instrument, retrying: Retrying) -> None:
+        self._instrument = instrument
+        self._retrying = retrying
+        self._rewards: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+
+    def attach(self) -> None:
+        """Wraps the services, once the instrument is attached."""
+        trainer, instrument = self._instrument.trainer, self._instrument
+        rewards = getattr(trainer, "reward_funcs", None)
+        if isinstance(rewards, list):
+            instrument.on_detach.append(self._give_rewards_back)
+            self._guard_rewards(rewards)
+        if callable(getattr(trainer, "rollout_func", None)):
+            self._guard_method(trainer, "rollout_func", "rollout function")
+        for holder in (trainer, getattr(trainer, "vllm_generation", None)):
+            client = getattr(holder, "vllm_client", None)
+            for name in _VLLM_REQUESTS:
+                if callable(getattr(client, name, None)):
+                    self._guard_method(client, name, f"vLLM server ({name})")
+        if votes.world_size() > 1:
+            self._guard_user_code()
+
+    def _guard_user_code(self) -> None:
+        trainer = self._instrument.trainer
+        if callable(getattr(trainer, "compute_metrics", None)):
+            self._guard_alone(trainer, "compute_metrics", "compute_metrics")
+        for callback in trainer.callback_handler.callbacks:
+            library = type(callback).__module__.partition(".")[0]
+            own = library in (__name__.partition(".")[0], "transformers")
+            if own or is_tracker(callback) or not hasattr(callback, "__dict__"):
+                continue
+            for event in events_of(callback):
+                self._guard_alone(callback, event, f"callback {type(callback).__name__} ({event})")
+
+    def _guard_rewards(self, rewards: list[Any]) -> None:
+        alone = sum(_is_async(reward) for reward in rewards) == 1
+        for place, reward in enumerate(rewards):
+            service = f"reward {_name(reward)}"
+            if isinstance(reward, torch.nn.Module):
+                self._guard_module(reward, service)
+                continue
+            guarded = self._coroutine(reward, service, alone) if _is_async(reward) else self._function(reward, service)
+            self._rewards.append((guarded, reward))
+            # In place: the list may be the user's own.
+            rewards[place] = guarded
+
+    def _give_rewards_back(self) -> None:
+        originals = {id(guarded): original for guarded, original in self._rewards}
+        rewards = self._instrument.trainer.reward_funcs
+        for place, reward in enumerate(rewards):
+            # Not by its place: the list may have been changed meanwhile.
+            rewards[place] = originals.get(id(reward), reward)
+        self._rewards.clear()
+
+    def _function(self, reward: Callable[..., Any], service: str) -> Callable[..., Any]:
+        @functools.wraps(reward)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            return self._retrying.call(service, self._mark(args, kwargs), answered, *args, **kwargs)
+
+        def answered(*args: Any, **kwargs: Any) -> Any:
+            return _checked(reward(*args, **kwargs))
+
+        return _named_after(reward, guarded)
+
+    def _coroutine(self, reward: Callable[..., Any], service: str, alone: bool) -> Callable[..., Any]:
+        @functools.wraps(reward)
+        async def guarded(*args: Any, **kwargs: Any) -> Any:
+            # Of several that run at the same time, none can take back what the others have drawn or logged.
+            rewind = self._mark(args, kwargs) if alone else _remember(args, kwargs)
+            return await self._retrying.call_async(service, rewind, answered, *args, **kwargs)
+
+        async def answered(*args: Any, **kwargs: Any) -> Any:
+            return _checked(await reward(*args, **kwargs))
+
+        return _named_after(reward, guarded)
+
+    def _guard_module(self, reward: torch.nn.Module, service: str) -> None:
+        trainer = self._instrument.trainer
+        sharded = trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        compiled = getattr(reward, "_compiled_call_impl", None) is not None
+        if sharded or compiled or trainer.args.n_gpu > 1:
+            # One process alone would gather weights that the others do not, a replica would call the original, and a
+            # compiled call would trace what comes in between.
+            return
+
+        def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return self._retrying.call(service, self._mark(), answered, original, *args, **kwargs)
+
+        def answered(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return _checked_logits(original(*args, **kwargs))
+
+        original, was_set = reward.forward, "forward" in vars(reward)
+        guarded = Interception(reward, "forward", original, forward)
+
+        def give_back() -> None:
+            if vars(reward).get("forward") is not guarded:
+                return
+            if was_set:
+                reward.forward = original
+            else:
+                del reward.forward
+
+        # Not by `Instrument.intercept`, whose interceptions of a model are taken back together with those for memory.
+        self._instrument.on_detach.append(give_back)
+        reward.forward = guarded
+
+    def _guard_method(self, holder: Any, name: str, service: str) -> None:
+        def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return self._retrying.call(service, self._mark(), original, *args, **kwargs)
+
+        self._instrument.replace(holder, name, guarded)
+
+    def _guard_alone(self, holder: Any, name: str, service: str) -> None:
+        """Guards what each rank calls by itself; one that has met the others in it cannot begin it again alone."""
+
+        def attempt(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            begun = votes.collectives_begun()
+            try:
+                return original(*args, **kwargs)
+            except Exception as error:
+                if begun is None or votes.collectives_begun() != begun:
+                    raise _MetOthers(error) from None
+                raise
+
+        def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            try:
+                return self._retrying.call(service, self._mark(), attempt, original, *args, **kwargs)
+            except _MetOthers as met:
+                failed = met.error
+            # Outside the handler, so that the exception keeps the context it came with.
+            raise failed
+
+        self._instrument.replace(holder, name, guarded)
+
+    def _mark(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Callable[[], None]:
+        """Notes arguments, random states and the metrics a reward may log; the function it returns puts them back."""
+        put_back = _remember(args, kwargs or {})
+        rng = self._instrument.ledger.random_state()
+        stores = self._instrument.ledger.mark_stores()
+
+        def rewind() -> None:
+            with self._instrument.failsafe.contained():
+                put_back()
+                rng.restore()
+                self._instrument.ledger.rewind_stores(stores)
+
+        return rewind
+
+
+class _MetOthers(Exception):
+    """Carries an exception past the retries."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+def _remember(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], None]:
+    """Notes what lists among the arguments hold; the function it returns puts that back after an attempt."""
+    # Not handed over as copies: what a reward leaves in a list that it is given is seen by the next one.
+    kept = [(given, list(given)) for given in (*args, *kwargs.values()) if type(given) is list]
+
+    def put_back() -> None:
+        for given, content in kept:
+            given[:] = content
+
+    return put_back
+
+
+def _checked(answer: Any) -> Any:
+    """Returns the answer of a reward function, if none of its rewards is NaN or infinite."""
+    if isinstance(answer, (torch.Tensor, np.ndarray)):
+        rewards = answer.tolist()
+    elif isinstance(answer, (list, tuple)):
+        rewards = list(answer)
+    else:
+        # Whatever it is (a generator), the trainer is the first to look at it.
+        return answer
+    places = [place for place, reward in enumerate(rewards) if _is_not_finite(reward)]
+    if places:
+        bad = set(places)
+        raise NonFiniteReward([None if at in bad else each for at, each in enumerate(rewards)], places, len(rewards))
+    return answer
+
+
+def _checked_logits(outputs: Any) -> Any:
+    """Returns what a reward model returns, if the reward of each completion is finite."""
+    logits = getattr(outputs, "logits", None)
+    if not isinstance(logits, torch.Tensor) or logits.ndim != 2:
+        return outputs
+    places = (~torch.isfinite(logits[:, 0])).nonzero().flatten().tolist()
+    if places:
+        raise NonFiniteReward(outputs, places, len(logits))
+    return outputs
+
+
+def _is_not_finite(reward: Any) -> bool:
+    try:
+        return reward is not None and not math.isfinite(float(reward))
+    except (TypeError, ValueError):
+        # No number at all: the trainer says so better.
+        return False
+
+
+def _is_async(function: Any) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _name(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _named_after(function: Any, guarded: Callable[..., Any]) -> Callable[..., Any]:
+    # Partials and callable objects have no name that `functools.wraps` could copy; metrics are named after it.
+    guarded.__name__ = _name(function)
+    return guarded

@@ -1,0 +1,288 @@
+"""`TrainerView`: answers questions about a trainer, and changes nothing in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+
+from ..instrument.colocated_engine import is_free_of_requests
+from ..instrument.gradients import is_sharded
+from ..instrument.models import autocast_dtype, fingerprint, models_of
+from ..instrument.objective import has_own_loss
+from ..ranks import votes
+from .deepspeed import engine_of, why_not_healed, zero_of
+from .memory import with_room
+from .objective import Objective
+from .patching import Replacements
+from .state import LiveState, beta2_of, innermost, live_state_of, nonfinite_tensors, offloaded_tensors
+
+
+# XLA and Megatron run the backward pass themselves, and nothing is known of how.
+_OWN_BACKWARD = (DistributedType.XLA, DistributedType.MEGATRON_LM)
+
+
+class TrainerView:
+    """Answers questions about one trainer."""
+
+    def __init__(self, trainer: Any, objective: Objective, replaced: Replacements) -> None:
+        self._trainer = trainer
+        self.objective = objective
+        self._replaced = replaced
+        # Neither changes while a trainer trains, and each step asks.
+        self.device: torch.device = trainer.accelerator.device
+        self.world_size = votes.world_size()
+        # Context and sequence parallelism: each process has some of the tokens of a row.
+        self.shares_rows = _spreads_rows(trainer)
+        self.under_deepspeed: bool = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
+        # Why steps are only watched, where they are.
+        self.only_watched: str | None = _why_only_watched(trainer)
+
+    # ---- where the run is ----
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps finished."""
+        return int(self._trainer.state.global_step)
+
+    @property
+    def in_training_mode(self) -> bool:
+        """Whether the model is trained, and not evaluated: what trainers that generate rows go by as well."""
+        return bool(self._trainer.model.training)
+
+    @property
+    def in_last_step(self) -> bool:
+        """Whether the step under way is the last one of the run."""
+        state = self._trainer.state
+        return 0 < int(state.max_steps) <= int(state.global_step) + 1
+
+    @property
+    def last_step_done(self) -> bool:
+        """Whether the run has all the steps it was to have."""
+        state = self._trainer.state
+        return 0 < int(state.max_steps) <= int(state.global_step)
+
+    @property
+    def at_the_end(self) -> bool:
+        """Whether the last step is done, or the run was asked to stop."""
+        return bool(self._trainer.control.should_training_stop) or self.last_step_done
+
+    @property
+    def best_model_loaded(self) -> bool:
+        """In `on_train_end`: whether the weights are those of the best checkpoint, and not of the last step."""
+        trainer = self._trainer
+        return bool(trainer.args.load_best_model_at_end) and trainer.state.best_model_checkpoint is not None
+
+    # ---- what can be done with it ----
+
+    @property
+    def can_reexecute(self) -> bool:
+        """Whether a step can be computed again, also in another way that fits in memory; else it is only watched."""
+        return self.only_watched is None
+
+    @property
+    def can_hand_over(self) -> bool:
+        """Whether another process can go on from copies of its tensors: those are the same whatever was computed."""
+        zero = zero_of(self._trainer)
+        return self.can_reexecute and not self.has_flat_parameters and not (zero is not None and zero.offloads)
+
+    @property
+    def steps_alone(self) -> bool:
+        """Whether the update of a step needs no other rank."""
+        return not (self.sharded or self.under_deepspeed)
+
+    @property
+    def can_scale_rate(self) -> bool:
+        """Whether the optimizer has learning rates that can be set: Adafactor with `relative_step` has none."""
+        groups = getattr(innermost(self._trainer.optimizer), "param_groups", [])
+        can_be_set = bool(groups) and all(group.get("lr") is not None for group in groups)
+        return self.can_reexecute and can_be_set
+
+    @property
+    def sharded(self) -> bool:
+        """
+        Whether all ranks take part in each call of the model: accelerate has sharded its weights (FSDP, ZeRO-3), or
+        transformers has while it loaded them.
+        """
+        fsdp = self._trainer.accelerator.distributed_type == DistributedType.FSDP
+        return fsdp or is_sharded(self._trainer.model) or _gathers_weights(self._trainer)
+
+    @property
+    def has_flat_parameters(self) -> bool:
+        """Whether accelerate has sharded the weights in the way before FSDP2: parameters change with each forward."""
+        return self._trainer.accelerator.distributed_type == DistributedType.FSDP and not is_sharded(
+            self._trainer.model
+        )
+
+    @property
+    def can_split_calls(self) -> bool:
+        """Whether the calls of a model can be split."""
+        return self.can_reexecute and not self.why_not_split
+
+    @property
+    def why_not_split(self) -> str:
+        """Says why the calls of a model are made whole, whatever they do; empty if they can be split."""
+        trainer = self._trainer
+        if trainer.args.n_gpu > 1:
+            return "nn.DataParallel makes replicas of the model for each call"
+        if self.has_flat_parameters:
+            return (
+                "FSDP1 has the weights in flat parameters, which change with each forward (calls are split with "
+                '"fsdp_version": 2 in fsdp_config)'
+            )
+        return ""
+
+    @property
+    def may_compute_in_passes(self) -> bool:
+        """
+        Whether a training step may be computed in passes over its rows: no other process takes part in it, and its
+        loss is one of the libraries that compare no rows (DPO's `aot` sorts the batch).
+        """
+        known = self.objective.name in ("generic", "sft", "dpo", "reward", "grpo", "rloo")
+        sorts = any(str(kind).startswith("aot") for kind in getattr(self._trainer, "loss_types", None) or [])
+        alone = self.world_size == 1 and not self.under_deepspeed
+        return known and alone and not sorts and not self._has_own_loss
+
+    @property
+    def _has_own_loss(self) -> bool:
+        return has_own_loss(self._trainer) or "compute_loss" in vars(self._trainer)
+
+    def engine_is_free_of_requests(self) -> bool:
+        """Whether a vLLM engine in this process can be called again after a call that raised."""
+        return is_free_of_requests(self._trainer)
+
+    # ---- its learning rate and optimizer ----
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate in force, of the first parameter group."""
+        return float(self._trainer._get_learning_rate())
+
+    @property
+    def scheduled_rate(self) -> float:
+        """The rate that the schedule asks for, of the first parameter group."""
+        return float(self._replaced.original(self._trainer, "_get_learning_rate")())
+
+    @property
+    def initial_rate(self) -> float | None:
+        """The rate that the schedule begins with, of the first parameter group; `None` if it is not known."""
+        groups = getattr(innermost(self._trainer.optimizer), "param_groups", [])
+        rate = groups[0].get("initial_lr") if len(groups) == 1 or _all_alike(groups) else None
+        return None if rate is None else float(rate)
+
+    @property
+    def beta2(self) -> float | None:
+        """Decay of the optimizer's second moments; `None` if it has none."""
+        return beta2_of(self._trainer.optimizer)
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The gradient norm that the Trainer clips to, or DeepSpeed by its own configuration; 0 if it does not."""
+        engine = engine_of(self._trainer)
+        limit = self._trainer.args.max_grad_norm if engine is None else engine.gradient_clipping()
+        return float(limit or 0.0)
+
+    # ---- its models and their tensors ----
+
+    def models(self) -> list[torch.nn.Module]:
+        """Lists the models the trainer calls: what it trains, its reference, teachers and reward models."""
+        return models_of(self._trainer)
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The type that the calls of the models are cast to, in mixed precision."""
+        return autocast_dtype(self._trainer)
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Tokens the model knows, if the loss is a mean cross-entropy per token; `None` for any other loss."""
+        if "above_chance" not in self.objective.detectors:
+            return None
+        model = self._trainer.model
+        inner = getattr(model, "get_base_model", lambda: model)()
+        if self.objective.name == "sft":
+            counts_tokens = getattr(self._trainer.args, "loss_type", "nll") == "nll"
+        else:
+            counts_tokens = type(inner).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+        if not counts_tokens or not hasattr(inner.config, "get_text_config"):
+            return None
+        size = getattr(inner.config.get_text_config(), "vocab_size", None)
+        return size if isinstance(size, int) and size > 1 else None
+
+    def live_state(self) -> LiveState:
+        """The tensors that training changes, as they are now."""
+        return live_state_of(self._trainer)
+
+    def nonfinite_tensors(self) -> list[str]:
+        """Names parameters, buffers and optimizer states that hold NaN or Inf."""
+        return self._nonfinite(innermost(self._trainer.optimizer))
+
+    def own_part_of(self, tensors: Sequence[str]) -> list[str]:
+        """Gives those of some tensors that are not made of the parts of all ranks in each step, as ZeRO does."""
+        zero = zero_of(self._trainer)
+        return [name for name in tensors if zero is None or zero.is_own(name)]
+
+    def nonfinite_weights(self) -> list[str]:
+        """Names parameters and buffers that hold NaN or Inf."""
+        return self._nonfinite(None)
+
+    def _nonfinite(self, optimizer: Any) -> list[str]:
+        model, zero = self._trainer.model, zero_of(self._trainer)
+        partitions = None if zero is None else zero.partitions()
+        return with_room(lambda: nonfinite_tensors(model, optimizer, partitions), self.device)
+
+    def offloaded_tensors(self) -> list[str]:
+        """Names tensors that can be neither searched nor kept: they lie on no device."""
+        return offloaded_tensors(self._trainer.model)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Gives facts that have to be the same for sizes that fitted in one process to fit in another."""
+        return fingerprint(self._trainer)
+
+    # ---- its data and arguments ----
+
+    @property
+    def loader_workers(self) -> int:
+        """Processes that load the training data."""
+        return int(self._trainer.args.dataloader_num_workers)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the training data can only be gone through, not looked up."""
+        return isinstance(self._trainer.train_dataset, torch.utils.data.IterableDataset)
+
+    def argument_limits(self) -> dict[str, float]:
+        """The numbers among the training arguments, for rules whose bounds are taken from them."""
+        arguments = vars(self._trainer.args)
+        return {
+            name: value
+            for name, value in arguments.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+
+
+def _why_only_watched(trainer: Any) -> str | None:
+    kind = trainer.accelerator.distributed_type
+    if kind in _OWN_BACKWARD:
+        return f"{kind} runs the backward pass itself"
+    if kind == DistributedType.DEEPSPEED:
+        why = why_not_healed(engine_of(trainer))
+        return None if why is None else f"DeepSpeed runs the backward pass itself, and {why}"
+    return None
+
+
+def _gathers_weights(trainer: Any) -> bool:
+    engine = engine_of(trainer)
+    return engine is not None and bool(engine.zero_optimization_partition_weights())
+
+
+def _spreads_rows(trainer: Any) -> bool:
+    sizes = [getattr(trainer, name, None) for name in ("get_cp_size", "get_sp_size")]
+    return any((size() or 1) > 1 for size in sizes if size is not None)
+
+
+def _all_alike(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all parameter groups begin with the same rate: groups with rates of their own are the user's matter."""
+    return len({float(group["initial_lr"]) for group in groups if group.get("initial_lr") is not None}) == 1

@@ -1,0 +1,296 @@
+"""Keeps what outlives the processes of a run: `healing_run.json`, and a mark of the step it has come to."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self
+
+from ..files import jsonable, replace_file
+from ..journal.incident import Incident
+from ..restarts.progress_mark import PROGRESS_FILE, ProgressMark, read_mark
+from ..saved_state import completed
+from ..system.processes import Process, machine
+
+
+logger = logging.getLogger("self_healing")
+
+RECORD_FILE = "healing_run.json"
+SCHEMA_VERSION = 1
+# Attempts that are written down; a run that was started more often than that is told by its newest ones.
+_KEPT_ATTEMPTS = 50
+
+
+# What a record says, each with a value of its kind.
+_EMPTY: dict[str, Any] = {
+    "time": 0.0,
+    "attempts": list[Any](),
+    "incidents": list[Any](),
+    "memory": dict[str, Any](),
+    "postmortem": None,
+}
+_INCIDENT = Incident("", 0, "").to_dict()
+
+
+# Of this process and not of one run: how often training into a directory has begun in it.
+_CALLS: Counter[str] = Counter()
+
+
+def first_call(directory: Path) -> bool:
+    """Whether this process has not trained into a directory yet."""
+    return _CALLS[os.path.abspath(directory)] == 0
+
+
+class Ending(StrEnum):
+    """The end of an attempt; `RUNNING` in the record of one that is gone says that it was killed."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    PREEMPTED = "preempted"
+    INTERRUPTED = "interrupted"
+    RESTART = "restart"
+    FAILED = "failed"
+    GAVE_UP = "gave_up"
+
+
+class UnreadableRecordError(ValueError):
+    """There is a record, and what it says is not known."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One process's part in a run."""
+
+    number: int
+    pid: int
+    host: str
+    began: float
+    resumed_from: str | None = None
+    first_step: int = 0
+    last_step: int = 0
+    ending: Ending = Ending.RUNNING
+    why: str = ""
+    call: int = 1
+    job: str = ""
+    rendezvous: str = ""
+    machine: str = ""
+    process_began: float = 0.0
+    rows: int = 0
+
+    @property
+    def age(self) -> float:
+        """Seconds since it began, or on its own machine, since its process was started."""
+        if self.machine == machine():
+            return Process(self.machine, self.pid, self.process_began).age
+        # By two clocks.
+        return time.time() - self.began
+
+
+_ATTEMPT = asdict(Attempt(0, 0, "", 0.0))
+_LATER = {name: _ATTEMPT[name] for name in ("rendezvous", "machine", "process_began", "rows")}
+
+
+def _attempts_in(content: dict[str, Any], odd: list[str]) -> list[Attempt]:
+    """The attempts of a record; there was one at least, and nobody knows how one ended whose end cannot be read."""
+    unknown = {"number": 1, "began": content["time"], "ending": Ending.FAILED, "why": "not known"}
+    found = []
+    for at, entry in enumerate(content["attempts"]):
+        # What an earlier version did not write is not missed.
+        given = {**_LATER, **entry} if isinstance(entry, dict) else {}
+        attempt = completed(_ATTEMPT | unknown | {"number": at + 1}, given, f"attempts.{at}", odd)
+        if attempt["ending"] not in list(Ending):
+            odd.append(f"attempts.{at}.ending")
+            attempt |= {"ending": Ending.FAILED, "why": "not known"}
+        optional = attempt["resumed_from"]
+        attempt["resumed_from"] = optional if isinstance(optional, str) else None
+        found.append(Attempt(**attempt | {"ending": Ending(attempt["ending"])}))
+    return found or [Attempt(**_ATTEMPT | unknown)]
+
+
+def warn_about_parts(odd: list[str]) -> None:
+    """Says which parts of a record cannot be used."""
+    if odd:
+        logger.warning(
+            "%s can be used only in part: it is damaged, or of another version of this library. Left out, as if it "
+            "were not known: %s.",
+            RECORD_FILE,
+            ", ".join(odd),
+        )
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """The record of one run, however many processes it takes."""
+
+    directory: Path
+    run: str
+    attempts: list[Attempt] = field(default_factory=list)
+    incidents: list[dict[str, Any]] = field(default_factory=list)
+    recovery_state: dict[str, Any] = field(default_factory=dict)
+    postmortem: str | None = None
+    saving: dict[str, Any] | None = None
+    kept: bool = True
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    _mark: ProgressMark | None = None
+    _failed: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Told to other processes: what is open here stays here."""
+        kept = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in kept.items() if name not in ("_lock", "_mark")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._lock, self._mark = threading.RLock(), None
+
+    # ---- reading ----
+
+    @classmethod
+    def read(cls, directory: Path) -> Self | None:
+        """The record in a directory; `None` if there is none."""
+        path = directory / RECORD_FILE
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise UnreadableRecordError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+        if not isinstance(content, dict) or not isinstance(content.get("run"), str):
+            raise UnreadableRecordError(f"{path} cannot be read (it does not say which run it is of)")
+        odd: list[str] = []
+        if content.get("schema") != SCHEMA_VERSION:
+            odd.append(f"schema {content.get('schema')!r}, where {SCHEMA_VERSION} is known")
+        whole = completed(_EMPTY, content, "the record", odd)
+        record = cls(
+            directory,
+            content["run"],
+            _attempts_in(whole, odd),
+            [completed(_INCIDENT, each, f"incidents.{at}", odd) for at, each in enumerate(whole["incidents"])],
+            whole["memory"],
+            whole["postmortem"] if isinstance(whole["postmortem"], str) else None,
+            content["saving"] if isinstance(content.get("saving"), dict) else None,
+        )
+        warn_about_parts(odd)
+        record._take_in_progress()
+        return record
+
+    def _take_in_progress(self) -> None:
+        """A process that was killed left its last step where no write was needed for it."""
+        mark = read_mark(self.directory)
+        if mark is not None and self.attempts and mark[0] == self.newest.number:
+            self.newest.last_step = max(self.newest.last_step, mark[1])
+
+    @property
+    def newest(self) -> Attempt:
+        return self.attempts[-1]
+
+    @property
+    def ending(self) -> Ending:
+        """The end of the newest attempt."""
+        return self.newest.ending if self.attempts else Ending.FINISHED
+
+    # ---- writing ----
+
+    def begin_attempt(
+        self, resumed_from: str | None, first_step: int, marks: bool = True, job: str = "", rendezvous: str = ""
+    ) -> Attempt:
+        """A process begins its part."""
+        number = self.newest.number + 1 if self.attempts else 1
+        process = Process.this_one()
+        attempt = Attempt(
+            number,
+            process.pid,
+            socket.gethostname(),
+            time.time(),
+            resumed_from,
+            first_step,
+            first_step,
+            job=job,
+            rendezvous=rendezvous,
+            machine=process.machine,
+            process_began=process.began,
+        )
+        _CALLS[os.path.abspath(self.directory)] += 1
+        attempt.call = _CALLS[os.path.abspath(self.directory)]
+        self.attempts = [*self.attempts, attempt][-_KEPT_ATTEMPTS:]
+        if marks and self.kept:
+            self._open_mark()
+            self.note_step(first_step)
+        return attempt
+
+    def note_step(self, step: int) -> None:
+        """Marks the step that a killed process leaves."""
+        if self._mark is not None:
+            self._mark.note_step(self.newest.number, step)
+
+    def about_to_save(self, checkpoint: str, bookkeeping: Mapping[str, Any] | None = None) -> None:
+        """A checkpoint is about to be written."""
+        # As a text: a metric that is NaN has to come out as the number it was.
+        text = json.dumps(dict(bookkeeping or {}))
+        self.saving = {"checkpoint": checkpoint, "time": time.time(), "bookkeeping": text}
+        self.write()
+
+    def end_attempt(self, ending: Ending, why: str, step: int) -> None:
+        """This process's part is over."""
+        self.newest.ending, self.newest.why = ending, why
+        self.newest.last_step = max(self.newest.last_step, step)
+
+    def write(self) -> None:
+        """Writes the record, whole or not at all. What the file system refuses is told once and stops nothing."""
+        if not self.kept:
+            return
+        # The training thread, and one that is about to end the process, may want to at the same time: what is written
+        # last is what was last known.
+        with self._lock:
+            self._write(self.directory / RECORD_FILE)
+
+    def _write(self, path: Path) -> None:
+        content = {
+            "schema": SCHEMA_VERSION,
+            "time": time.time(),
+            "run": self.run,
+            "ending": self.ending,
+            "attempts": self.describe_attempts(),
+            "incidents": self.incidents,
+            "memory": self.recovery_state,
+            "postmortem": self.postmortem,
+            "saving": self.saving,
+        }
+        try:
+            replace_file(path, json.dumps(jsonable(content), indent=1) + "\n", sync=True)
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                logger.warning(
+                    "%s could not be written (%s): a restart will not know of budgets and earlier attempts.",
+                    path,
+                    error,
+                )
+
+    def close(self) -> None:
+        """Lets go of the mark."""
+        if self._mark is not None:
+            self._mark.close()
+            self._mark = None
+
+    def describe_attempts(self) -> list[dict[str, Any]]:
+        """All attempts as JSON."""
+        return [asdict(attempt) for attempt in self.attempts]
+
+    def _open_mark(self) -> None:
+        try:
+            self._mark = ProgressMark(self.directory)
+        except OSError as error:
+            logger.warning(
+                "%s cannot be kept (%s): after a kill, the step it came to will not be known.", PROGRESS_FILE, error
+            )

@@ -1,5 +1,0 @@
-"""
-Checkpoints that cannot be written.
-
-What a checkpoint holds, and which one can be trusted, is in `checkpoints/`.
-"""

@@ -1,0 +1,33 @@
+"""
+Callback for ms-swift: imported by a file named under `--external_plugins`, it is there as `--callbacks self_healing`.
+
+Written against `swift.callbacks.callbacks_map` of ms-swift 4.6, whose entries are called with the training arguments
+and the trainer.
+"""
+
+from __future__ import annotations
+
+from swift.callbacks import callbacks_map
+from transformers import Trainer, TrainingArguments
+
+from ...anywhere.settings import settings_of_the_process
+from ...callback import SelfHealingCallback
+
+
+NAME = "self_healing"
+
+
+def self_healing_callback(args: TrainingArguments, trainer: Trainer) -> SelfHealingCallback:
+    """
+    Makes the callback for a trainer of ms-swift, with the preset of `SELF_HEALING_PRESET`.
+
+    Not a class: transformers builds a callback again from its state in a checkpoint, which knows no trainer.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]), trainer ([`~transformers.Trainer`]):
+            What ms-swift calls it with. The trainer is still being built.
+    """
+    return SelfHealingCallback(settings_of_the_process())
+
+
+callbacks_map[NAME] = self_healing_callback

@@ -1,0 +1,574 @@
+"""
+The command line: `self-healing run`, `demo`, `report`, `check`, `clean`, `replay`, `doctor`, `chaos`, `config` and
+`rules`.
+
+What a command needs is imported when it runs, so that one that needs little does not wait for TRL and the model code.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+
+
+app = typer.Typer(
+    name="self-healing",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"self-healing-trl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version, and exit.")
+    ] = False,
+) -> None:
+    """Keeps Hugging Face Trainer and TRL runs alive and correct."""
+
+
+class Preset(StrEnum):
+    """The presets of [`HealingConfig`]."""
+
+    DEFAULT = "default"
+    AGGRESSIVE = "aggressive"
+    CONSERVATIVE = "conservative"
+
+
+# Of `report`, by the state of the run; 2 is a directory without a journal.
+_EXIT_CODES = {"stopped": 1, "left": 1, "died": 1, "running": 3, "unknown": 4}
+
+
+@app.command()
+def demo(
+    healing: Annotated[
+        bool,
+        typer.Option("--healing/--no-healing", help="Heal the faults as well, or show the plain trainer alone."),
+    ] = True,
+    chaos: Annotated[
+        bool,
+        typer.Option(
+            "--chaos/--no-chaos", help="Then have a job run out of memory, hang and be killed (half a minute)."
+        ),
+    ] = True,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where all of it goes. Left out, a fresh directory below outputs/.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the weights and of the order of the data.", min=0)] = 0,
+) -> None:
+    """See a small language model meet faults, with the plain trainer and healed: two minutes, offline."""
+    missing = [name for name in ("trl", "datasets") if importlib.util.find_spec(name) is None]
+    if missing:
+        typer.echo(
+            f"The demo trains with TRL, and {' and '.join(missing)} cannot be imported here. "
+            "Please install it: pip install 'self-healing-trl[trl]', or in a clone: pip install -e '.[trl]'",
+            err=True,
+        )
+        raise typer.Exit(1)
+
+    from .demo.show import fresh_run_dir, run_demo, run_rehearsal
+
+    directory = fresh_run_dir() if output_dir is None else output_dir
+    if directory.is_dir() and any(directory.iterdir()):
+        typer.echo(
+            f"There is something in {directory} already, and the demo begins in a directory of its own. "
+            "Please name another one with --output-dir, or leave it out.",
+            err=True,
+        )
+        raise typer.Exit(2)
+    problems = run_demo(directory, healing=healing, seed=seed).problems
+    if healing and chaos:
+        problems = problems + run_rehearsal(directory / "chaos", seed=seed).problems
+    if healing:
+        typer.echo(f"Again: self-healing report {shlex.quote(str(directory))}")
+    if problems:
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="The output_dir (or healing_dir) of a run.", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON (docs/report.md).")] = False,
+    briefing: Annotated[
+        bool, typer.Option("--agent", help="Print at most 60 lines of Markdown for whoever decides what to do next.")
+    ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write it to this file, as one self-contained page with charts.", show_default=False),
+    ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            help="Which run to show, if there are several: its name or a beginning.", show_default="the newest"
+        ),
+    ] = None,
+) -> None:
+    """
+    Show the state of a run, its incidents and what to do next, read from its files.
+
+    Exit code 0: it ended; 1: it stopped, left or died before its end; 3: it goes on; 4: not known; 2: no report.
+    """
+    if as_json and briefing:
+        typer.echo("--json and --agent each print all there is to print. Please choose one of them.", err=True)
+        raise typer.Exit(2)
+
+    from ..report.healing_report import HealingReport
+    from ..report.journals import read_journals
+    from ..report.reading import read_run
+
+    try:
+        found = read_run(run_dir, run, charts=as_json or briefing or html is not None)
+        # What cannot be read is among the remarks of the other.
+        summary = HealingReport.of_journals(read_journals(run_dir), run and found.run)
+    except (OSError, ValueError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    if html is not None:
+        from ..report.page.rendering import write_page
+
+        try:
+            write_page(found, html)
+        except OSError as error:
+            typer.echo(f"{html} cannot be written: {error.strerror}. Please name a file that can be.", err=True)
+            raise typer.Exit(2) from None
+        typer.echo(f"Written: {html}", err=as_json or briefing)
+    try:
+        if as_json:
+            import json
+
+            typer.echo(json.dumps(found.to_dict()))
+        elif briefing:
+            from ..report.output import briefing_of
+
+            typer.echo(briefing_of(found), nl=False)
+        elif html is None:
+            from rich.console import Console
+
+            from ..report.output import show
+
+            show(found, summary, Console(highlight=False))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        typer.echo(f"The report cannot be printed: {error.strerror}.", err=True)
+        # What is left in the buffer is not tried again at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(2) from None
+    raise typer.Exit(_EXIT_CODES.get(summary.status.state if summary.status is not None else "", 0))
+
+
+@app.command()
+def check(
+    run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run, or one checkpoint.", show_default=False)],
+) -> None:
+    """Look at every checkpoint of a run: which of them can be resumed from, and why the others cannot."""
+    if not run_dir.is_dir():
+        typer.echo(f"There is no directory {run_dir}. Please name the output_dir of a run, or a checkpoint.", err=True)
+        raise typer.Exit(2)
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..checkpoints.choice import vet_all
+    from ..checkpoints.marker import checkpoints_in, number_of
+    from ..checkpoints.vetting import vet
+    from ..system.files import STATE_FILE
+
+    named = number_of(run_dir.resolve()) is not None
+    # `trainer.save_state()` leaves one in the output_dir, too.
+    single = named or (not checkpoints_in(run_dir) and (run_dir / STATE_FILE).is_file())
+    verdicts = [vet(run_dir)] if single else vet_all(run_dir)
+    console = Console(highlight=False)
+    picture = Table()
+    picture.add_column("checkpoint", overflow="fold")
+    picture.add_column("step", justify="right")
+    picture.add_column("verdict")
+    picture.add_column("standing")
+    picture.add_column("reason", overflow="fold")
+    for verdict in verdicts:
+        name = str(run_dir) if single else str(Path(verdict.path).relative_to(run_dir))
+        told = Text("can be resumed from", "green") if verdict.usable else Text("no", "bold red")
+        step = "" if verdict.step is None else str(verdict.step)
+        picture.add_row(Text(name), step, told, verdict.standing, Text(verdict.reason))
+        if not console.is_terminal:
+            # To be searched and cut: a line each, and nothing wrapped.
+            print(name, step, told.plain, verdict.standing, verdict.reason, sep="\t")
+    if verdicts and console.is_terminal:
+        console.print(picture)
+    # As a resume chooses: one that lacks the part of a process only if there is no other.
+    usable = [verdict for verdict in verdicts if verdict.usable]
+    chosen = next((verdict for verdict in usable if verdict.whole), usable[0] if usable else None)
+    if chosen is None:
+        none = "None can be resumed from." if verdicts else f"There is no checkpoint in {run_dir}."
+        console.print(none, soft_wrap=True)
+        raise typer.Exit(1)
+    how = repr(chosen.path) if single else "True"
+    console.print(f"resume_from_checkpoint={how} takes {chosen.path} (step {chosen.step}).", soft_wrap=True)
+
+
+@app.command()
+def clean(
+    run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run that has ended.", show_default=False)],
+) -> None:
+    """Free the shared memory (/dev/shm) that killed runs have left on this machine; nothing on disk is touched."""
+    from ..shared_memory import directory_of, processes_using, remove_states
+
+    directory, using = directory_of(run_dir), processes_using(run_dir)
+    if using:
+        typer.echo(
+            f"{directory} is in use by process {', '.join(map(str, using))}. Please end the run first; it frees the "
+            "memory itself if it ends well.",
+            err=True,
+        )
+        raise typer.Exit(1)
+    if not directory.exists():
+        typer.echo(f"Runs of {run_dir} have left nothing in {directory.parent}.")
+        return
+    freed = remove_states(run_dir)
+    if directory.exists():
+        typer.echo(f"{directory} could not be removed: please look at whose it is.", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"Freed {freed / 1e6:,.0f} MB: {directory}")
+
+
+@app.command()
+def replay(
+    run_dir: Annotated[Path, typer.Argument(help="The output_dir (or healing_dir) of a run.", show_default=False)],
+    incident: Annotated[
+        str | None,
+        typer.Argument(help="Its id or its step. Left out, the newest whose batch was kept.", show_default=False),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="Whose weights to use, in place of those kept or of the newest checkpoint.", show_default=False
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the model comes from: a directory, a name on the Hub, or MODULE:FUNCTION that builds it.",
+            show_default=False,
+        ),
+    ] = None,
+    show: Annotated[bool, typer.Option("--list", help="List the incidents whose batch was kept.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """
+    Compute the step of an incident again: in which module and row the first NaN or Inf appears, or that none does.
+
+    Exit code 0: it did not come back; 1: it comes back; 2: it could not be replayed.
+    """
+    import json
+    import os
+    import traceback
+    import warnings
+
+    # Of several devices the Trainer would put a replica of the model on each, and split the batch between them.
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    from transformers.utils import logging as transformers_logging
+
+    from ..files import jsonable
+    from ..replaying.incidents import ReplayError, kept_incidents
+    from .replay import replay as replayed
+
+    warnings.simplefilter("ignore")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        if show:
+            typer.echo(
+                "\n".join(map(str, kept_incidents(run_dir))) or f"No batch was kept for any incident in {run_dir}."
+            )
+            return
+        found = replayed(run_dir, incident, checkpoint=checkpoint, model=model)
+    except ReplayError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    except Exception as error:
+        typer.echo(f"{traceback.format_exc()}\nThe step could not be computed: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(json.dumps(jsonable(found.to_dict()), indent=2) if as_json else str(found))
+    raise typer.Exit(1 if found.came_back else 0)
+
+
+@app.command()
+def doctor(
+    directory: Annotated[
+        Path, typer.Argument(help="The output_dir of a run, or where its script lies.", show_default="here")
+    ] = Path("."),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """
+    Look at this machine before a run: versions, device, launcher, memory and disk, and what will be healed here.
+
+    Under torchrun (torchrun --nproc-per-node 8 -m self_healing doctor) at all ranks: whether each computes right, and
+    their sums are. Rank 0 prints.
+
+    Exit code 1: something will not work; 2: neither the directory exists nor the one it would be made in.
+    """
+    from ..system.processes import end_at_once
+    from .doctor import check_up, print_checkup
+    from .doctor_machine import is_in_job, look_at_job
+
+    # A run makes its output_dir, but neither a disk nor a mount that is not there.
+    if not os.path.exists(directory) and not os.path.exists(directory.parent):
+        typer.echo(
+            f"{directory} does not exist, and neither does {directory.parent}. Please check the path, or "
+            "make the directory first if a run is to write there.",
+            err=True,
+        )
+        raise typer.Exit(2)
+
+    job = None
+    if is_in_job():
+        job = look_at_job()
+        # Threads of gloo outlive the process group, and what they free while the interpreter ends aborts the process
+        # (torch 2.13, https://github.com/pytorch/pytorch/pull/179291).
+        if job.rank != 0:
+            end_at_once(0 if job.works else 1)
+    found = check_up(directory, job=job)
+    if as_json:
+        import dataclasses
+        import json
+
+        typer.echo(json.dumps({"works": found.works, **dataclasses.asdict(found)}, indent=2))
+    else:
+        from rich.console import Console
+
+        print_checkup(found, Console(highlight=False))
+    if job is not None:
+        end_at_once(0 if found.works else 1)
+    if not found.works:
+        raise typer.Exit(1)
+
+
+@app.command()
+def chaos(
+    script: Annotated[Path, typer.Argument(help="The training script; it is not changed.", show_default=False)],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Its arguments, after a `--`.", show_default=False)
+    ] = None,
+    faults: Annotated[
+        str,
+        typer.Option(help="What to inject: KIND[*TIMES][@STEP][:NAME=VALUE], separated by commas; or all."),
+    ] = "all",
+    seed: Annotated[int, typer.Option(help="Of the steps and the order of faults at random.", min=0)] = 0,
+    restarts: Annotated[int, typer.Option(help="How often torchrun starts the script again.", min=0)] = 0,
+    nproc_per_node: Annotated[int, typer.Option(help="Processes that train together, under torchrun.", min=1)] = 1,
+    ledger: Annotated[
+        Path | None,
+        typer.Option(help="Where to write what has struck. Left out, a new chaos-....jsonl here.", show_default=False),
+    ] = None,
+    min_gap: Annotated[
+        int | None, typer.Option(help="Fewest steps between two faults at random.", min=1, show_default=False)
+    ] = None,
+) -> None:
+    """Run a training script while faults strike, and show what it survived."""
+    import time
+
+    from rich.console import Console
+
+    from ..launcher import EXIT_FOR_RESTART
+    from .chaos.faults import FaultError
+    from .chaos.rehearsal import rehearse, survival_table
+
+    if not script.is_file():
+        typer.echo(f"There is no script {script}. Please name a Python file that trains.", err=True)
+        raise typer.Exit(2)
+    book = Path(time.strftime("chaos-%Y%m%d-%H%M%S.jsonl")) if ledger is None else ledger
+    if book.exists() and book.stat().st_size > 0:
+        typer.echo(
+            f"{book} holds an earlier rehearsal, and what has struck there would not strike again. "
+            "Please name another file with --ledger, or remove it.",
+            err=True,
+        )
+        raise typer.Exit(2)
+    try:
+        code, rows = rehearse(script, faults, arguments or (), seed, restarts, book, min_gap, nproc_per_node)
+    except FaultError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    console = Console(highlight=False)
+    if rows:
+        console.print(survival_table(rows))
+    else:
+        console.print("No fault struck: the script made no Trainer, or never called train().")
+    all_survived = bool(rows) and all(row.survived for row in rows)
+    ending = "normally" if code == 0 else f"with exit code {code}"
+    verdict = "Every fault was survived." if all_survived and code == 0 else "Not every fault was survived."
+    if all_survived and code in (EXIT_FOR_RESTART, 143) and restarts == 0:
+        verdict = "It exited to be started again, as it should: --restarts 3 does that."
+    console.print(f"The script ended {ending}. {verdict}")
+    if book.exists():
+        console.print(f"Ledger: {book}", soft_wrap=True)
+    if code != 0 or not all_survived:
+        raise typer.Exit(1)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[
+        list[str],
+        typer.Argument(help="The program and its arguments: trl sft ..., python train.py ...", show_default=False),
+    ],
+    preset: Annotated[
+        Preset | None,
+        typer.Option(
+            help="Which settings to use. Left out, those that SELF_HEALING_PRESET names in the environment.",
+            show_default=False,
+        ),
+    ] = None,
+    settings: Annotated[
+        Path | None,
+        typer.Option("--config", help="A TOML file of settings (self-healing config writes one).", show_default=False),
+    ] = None,
+) -> None:
+    """
+    Run a program that trains, healed: self-healing run -- trl sft --config sft.yaml
+
+    Nothing in the program changes, and its exit code is this command's. Codes 2, 126 and 127: nothing was started.
+    """
+    import logging
+    import os
+
+    from ..anywhere.settings import PRESET_VARIABLE, environment, read_settings
+    from ..config.healing_config import HealingConfig
+    from ..config.setting import ConfigurationError
+    from ..detectors.rules.table import RuleError
+    from ..journal.terminal import chosen_level
+    from .anywhere.program import ProgramError, become, find_program, python_of, refuse_what_would_not_be_healed
+
+    if preset is not None and settings is not None:
+        typer.echo(
+            f"[self_healing] --preset {preset} and --config {settings} both give all settings. Please choose one of "
+            "them: in a file, `healing_preset` under [preset] gives those that are left out.",
+            err=True,
+        )
+        raise typer.Exit(2)
+    try:
+        chosen: HealingConfig | None = None
+        if settings is not None:
+            chosen = read_settings(settings)
+        elif preset is not None:
+            chosen = HealingConfig.from_dict({"healing_preset": preset.value})
+        elif (named := os.environ.get(PRESET_VARIABLE)) and named not in list(Preset):
+            raise ConfigurationError(
+                f"{PRESET_VARIABLE} is {named!r}, which is not one of: {', '.join(Preset)}. Please change it, or "
+                "unset it."
+            )
+        program = find_program(command)
+        env = environment(chosen)
+        python = python_of(program, command[1:])
+        if python is not None:
+            refuse_what_would_not_be_healed(python, env)
+        if chosen_level() <= logging.INFO:
+            # Which settings are in force is known in `train()`: the program may have its own, or name a preset.
+            origin = f"the settings of {settings}" if settings is not None else preset and f"preset {preset}"
+            given = f" (given: {origin})" if origin else ""
+            typer.echo(
+                f"[self_healing] Every Trainer of this program is healed{given}, and says so when it begins to train.",
+                err=True,
+            )
+        become(program, command, env)
+    except ProgramError as error:
+        typer.echo(f"[self_healing] {error}", err=True)
+        raise typer.Exit(error.code) from None
+    except (ConfigurationError, RuleError, OSError) as error:
+        typer.echo(f"[self_healing] {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def config(
+    preset: Annotated[Preset, typer.Option(help="Which settings to start from.")] = Preset.DEFAULT,
+) -> None:
+    """Print a configuration as TOML, to be edited and read with HealingConfig.from_toml."""
+    from ..config.healing_config import HealingConfig
+
+    makers: dict[Preset, Callable[[], HealingConfig]] = {
+        Preset.DEFAULT: HealingConfig,
+        Preset.AGGRESSIVE: HealingConfig.aggressive,
+        Preset.CONSERVATIVE: HealingConfig.conservative,
+    }
+    typer.echo(makers[preset]().to_toml(), nl=False)
+
+
+@app.command("rules")
+def show_rules(
+    objective: Annotated[
+        str | None,
+        typer.Option(help="Only the rules for this kind of training, such as grpo.", show_default=False),
+    ] = None,
+    own: Annotated[
+        Path | None,
+        typer.Option("--rules", help="A TOML file of your own, merged over the table.", show_default=False),
+    ] = None,
+    toml: Annotated[bool, typer.Option("--toml", help="Print TOML, to be edited and given to --rules.")] = False,
+) -> None:
+    """Print the table of rules on logged metrics that is in force."""
+    from ..detectors.rules.rule import OBJECTIVES, rules_for
+    from ..detectors.rules.table import RuleError, load_rules, rules_to_toml
+
+    if objective is not None and objective not in OBJECTIVES:
+        typer.echo(f"There is no objective {objective!r}. Please choose one of: {', '.join(OBJECTIVES)}.", err=True)
+        raise typer.Exit(2)
+    try:
+        table = load_rules(own)
+    except OSError as error:
+        typer.echo(f"{own} cannot be read: {error.strerror}. Please check the path.", err=True)
+        raise typer.Exit(2) from None
+    except RuleError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    if toml:
+        # Also those that are switched off: left out, they would be on again when the file is read.
+        chosen = [rule for rule in table if objective is None or objective in rule.objectives]
+        typer.echo(rules_to_toml(chosen), nl=False)
+        return
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    wide = console.width >= 120
+    picture = Table(show_lines=True, expand=True)
+    picture.add_column("rule, metric", ratio=5, overflow="fold")
+    picture.add_column("healthy", ratio=3, overflow="fold")
+    picture.add_column("red flag", ratio=4, overflow="fold")
+    if wide:
+        picture.add_column("remedy", ratio=7, overflow="fold")
+    picture.add_column("then", width=8)
+    for rule in rules_for(table, objective) if objective is not None else [rule for rule in table if rule.enabled]:
+        name = Text.assemble((rule.name, "bold"), f"\n{rule.metric}")
+        if objective is None:
+            name.append(f"\n{', '.join(rule.objectives)}", "dim")
+        lasting = f"{rule.steps} steps, {rule.observations} logs" if rule.steps > 1 else f"{rule.observations} logs"
+        cells = [name, Text(rule.healthy), Text(f"{rule.describe()}; for {lasting}"), Text(rule.remedy)]
+        picture.add_row(*cells[: 4 if wide else 3], Text(f"{rule.severity}\n{rule.action}"))
+    console.print(picture)
+
+
+if __name__ == "__main__":
+    app()

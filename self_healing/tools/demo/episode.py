@@ -1,0 +1,277 @@
+"""
+One run of the demo, and the job of its rehearsal.
+
+Imports are absolute, because torchrun runs this file as a script: [`train_under_chaos`].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import math
+import random
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import transformers
+from datasets import Dataset
+from rich.console import Console
+from rich.markup import escape
+from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from ...config.healing_config import HealingConfig
+from ...journal.headline import headline
+from ...journal.incident import Incident
+from ...report.healing_report import HealingReport
+from ...trainer import SelfHealingTrainer
+from ..chaos.callback import Chaos
+from ..chaos.faults import Fault, Ledger
+from ..chaos.rehearsal import Survival, survived
+from .model import (
+    BROKEN_CHARACTER,
+    TINY,
+    TINY_LEARNING_RATE,
+    DemoSize,
+    small_llama,
+    stdlib_docstrings,
+    tiny,
+    train_tokenizer,
+)
+
+
+# What strikes, a quarter of the run apart, in words.
+FAULTS = {
+    "nan_loss": "one forward answers NaN",
+    "poison_samples": "one row gives NaN, always",
+    "network_error": "a connection drops",
+}
+_MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What all runs of a demo have in common: rows in the order they are trained on, and what strikes."""
+
+    size: DemoSize
+    seed: int
+    tokenizer: Any
+    training: list[str]
+    held_out: list[str]
+    faults: tuple[Fault, ...]
+    poison_row: int
+    # The last one before the poison row, which the twin learns from and the healed run does not.
+    poison_step: int
+
+
+def make_task(size: DemoSize, seed: int) -> Task:
+    """Draws the rows, breaks one of them, and trains the tokenizer."""
+    texts = stdlib_docstrings()
+    needed = size.steps * size.rows * _MICRO_BATCHES + size.held_out
+    if len(texts) < needed:
+        raise RuntimeError(
+            f"The demo needs {needed} docstrings and found {len(texts)} in Python's standard library. "
+            "Please run it with a Python that has the source of its standard library beside it."
+        )
+    chosen = random.Random(seed).sample(texts, needed)
+    held_out, training = chosen[: size.held_out], chosen[size.held_out :]
+    steps = [size.steps * quarter // 4 for quarter in (1, 2, 3)]
+    # In the second row of the first micro-batch of its step, or somewhat further on.
+    poison_row = steps[1] * size.rows * _MICRO_BATCHES + size.rows // 2
+    training[poison_row] = f"{BROKEN_CHARACTER} {training[poison_row]}"
+    tokenizer = train_tokenizer(texts, size.vocabulary)
+    # Only the row that holds this token is poison.
+    tokens = (None, tokenizer.vocab[BROKEN_CHARACTER], None)
+    faults = tuple(Fault(kind, at=step, token=token) for kind, step, token in zip(FAULTS, steps, tokens, strict=True))
+    return Task(size, seed, tokenizer, training, held_out, faults, poison_row, steps[1])
+
+
+def sft_trainer(
+    model: Any, tokenizer: Any, training: Sequence[str], held_out: Sequence[str], size: DemoSize, **settings: Any
+) -> SFTTrainer:
+    """The trainer of demo and rehearsal."""
+    args = SFTConfig(
+        max_steps=size.steps,
+        max_length=size.tokens,
+        per_device_train_batch_size=size.rows,
+        learning_rate=TINY_LEARNING_RATE,
+        adam_beta2=0.95,
+        warmup_steps=size.steps // 10,
+        lr_scheduler_type="cosine",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        # So small a model is not faster on a GPU, and the CPU computes each step bitwise alike.
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        **settings,
+    )
+    trainer = SFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=Dataset.from_dict({"text": training}),
+        eval_dataset=Dataset.from_dict({"text": held_out}),
+        processing_class=tokenizer,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+class Progress(TrainerCallback):
+    """Prints some losses of a run."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        logs = kwargs["logs"]
+        if "loss" in logs and state.global_step % max(args.max_steps // 8, 1) == 0:
+            norm = float(logs.get("grad_norm", 0.0))
+            told = f"loss {float(logs['loss']):.4f}" + ("" if math.isfinite(norm) else f", gradient norm {norm}")
+            self.say("dim", f"step {state.global_step}: {told}")
+
+    def say(self, style: str, text: str) -> None:
+        # In a file, a line that is searched for is in one piece.
+        self._console.print(f"  [{style}]{escape(text)}[/]", soft_wrap=not self._console.is_terminal)
+
+
+class Episode(Progress):
+    """One run of the demo: it trains, says what happens, and knows in the end what has become of it."""
+
+    def __init__(self, task: Task, console: Console) -> None:
+        super().__init__(console)
+        self.task = task
+        self.step = 0
+        # A digest of all weights after each step.
+        self.weights: dict[int, str] = {}
+        self.ruined: str | None = None
+        self.killed_by: Exception | None = None
+        self.held_out_loss = math.nan
+        self.report = HealingReport()
+        self.rows: list[Survival] = []
+
+    def run(self, output_dir: str, config: HealingConfig | None = None, faults: bool = True) -> None:
+        """Trains to the end, or to the exception that ends the run; healed where there are settings for it."""
+        task, size = self.task, self.task.size
+        # Matrices this small are not faster on several cores, and on one they are rounded alike everywhere.
+        torch.set_num_threads(1)
+        with _quiet(), tempfile.TemporaryDirectory() as scratch:
+            trainer = sft_trainer(
+                *(small_llama(task.tokenizer, size, task.seed), task.tokenizer, task.training, task.held_out, size),
+                # The plain runs write nothing; TRL wants a directory all the same.
+                output_dir=scratch if config is None else output_dir,
+                seed=task.seed,
+                gradient_accumulation_steps=_MICRO_BATCHES,
+                # Rows come in the order they were shuffled into, so that the poison sample comes half way.
+                train_sampling_strategy="sequential",
+                save_strategy="no",
+            )
+            trainer.add_callback(self)
+            ledger = _ToldLedger(Path(scratch) / "chaos.jsonl", self)
+            if faults:
+                Chaos(list(task.faults), ledger=ledger).attach(trainer)
+            healer = SelfHealingTrainer(trainer, config) if config is not None else None
+            try:
+                (healer or trainer).train()
+            except Exception as error:
+                self.killed_by = error
+                self.say("bold red", f"dead at step {trainer.state.global_step}: {type(error).__name__}: {error}")
+            self.step = trainer.state.global_step
+            self.held_out_loss = float(trainer.evaluate()["eval_loss"])
+            if healer is not None:
+                self.report = healer.get_report()
+                self.rows = survived(ledger, output_dir)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        super().on_log(args, state, control, **kwargs)
+        if "loss" not in kwargs["logs"]:
+            return
+        tensors = list(kwargs["model"].parameters())
+        self.weights[state.global_step] = _digest(tensors)
+        bad = sum(not bool(torch.isfinite(tensor).all()) for tensor in tensors)
+        if bad and self.ruined is None:
+            self.ruined = f"NaN in {bad} of {len(tensors)}\nsince step {state.global_step}"
+            self.say("bold red", f"step {state.global_step}: NaN in {bad} of {len(tensors)} weight tensors")
+
+    def on_instability(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, incident: Incident, **kwargs: Any
+    ) -> None:
+        self.say("bold green", headline(incident, 98))
+
+    def first_difference(self, other: Episode) -> int | None:
+        """The first step after which weights are not bitwise those of another run; `None` if there is none."""
+        steps = sorted(self.weights.keys() | other.weights.keys())
+        return next((step for step in steps if self.weights.get(step) != other.weights.get(step)), None)
+
+
+class _ToldLedger(Ledger):
+    """Says of each strike that it strikes."""
+
+    def __init__(self, path: Path, episode: Episode) -> None:
+        super().__init__(path)
+        self._episode = episode
+
+    def strike(self, fault: str, kind: str, step: int, count: int, detail: Mapping[str, Any]) -> None:
+        self._episode.say("bold yellow", f"after step {step}: {FAULTS[kind]}")
+        super().strike(fault, kind, step, count, detail)
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> str:
+    content = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        content.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Mutes what the libraries would say in between; errors have to be seen."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    datasets.disable_progress_bars()
+    transformers.logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def train_under_chaos(output_dir: str, steps: int, seed: int) -> None:
+    """The job of the rehearsal: started again, it goes on from its newest checkpoint."""
+    torch.set_num_threads(1)
+    # What is said of faults and healing belongs to the show; what torchrun says goes to the log.
+    sys.stderr = sys.stdout
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    material = tiny(seed)
+    trainer = sft_trainer(
+        *(material.model, material.tokenizer, material.training, material.held_out, replace(TINY, steps=steps)),
+        output_dir=output_dir,
+        seed=seed,
+        save_steps=max(steps // 8, 1),
+        save_total_limit=2,
+    )
+    trainer.add_callback(Progress(Console(highlight=False, width=200)))
+    # A step takes milliseconds here: one that takes seconds hangs, where a minute would be the default.
+    # What is left in memory when it is killed depends on how busy the machine is.
+    SelfHealingTrainer(trainer, HealingConfig(hang_floor_seconds=4.0, resume_from_memory=False)).train()
+    loss, least = float(trainer.evaluate()["eval_loss"]), material.unigram_loss
+    print(f"Held-out loss: {loss:.3f}; the frequencies of tokens alone would give {least:.3f}.")
+    if not loss < least:
+        raise SystemExit("The model has learned nothing.")
+
+
+if __name__ == "__main__":
+    train_under_chaos(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,210 @@
+"""
+The demo: a small language model learns real text, three faults strike, and the terminal shows what becomes of them.
+
+The plain trainer meets the faults, then a healed one does; a fault-free twin is the measure. Nothing in it is acted:
+the models train, the faults are injected where real ones arise, and what is told at the end is read from the runs;
+what they did not show is a failure of the demo. Torch and TRL are imported once the first lines are shown.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ...config.healing_config import HealingConfig
+from ...report.page.rendering import write_page
+from ...report.reading import read_run
+from ...system.files import EVENTS_FILE
+from ..chaos.faults import Ledger
+from ..chaos.rehearsal import Survival, command_line, environment, survival_table, survived
+
+
+if TYPE_CHECKING:
+    from .episode import Episode
+    from .model import DemoSize
+
+
+PLAIN, HEALED, TWIN = "Plain trainer", "With self_healing", "Fault-free twin"
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """Outcome of the demo; `problems` are what should have been seen and was not."""
+
+    problems: list[str] = field(default_factory=list)
+    held_out_loss: float = math.nan
+    twin_loss: float | None = None
+
+
+def fresh_run_dir(parent: str | os.PathLike[str] = "outputs") -> Path:
+    """A directory named by the time, so that the journals of two demos do not run into one."""
+    return Path(parent) / time.strftime("demo-%Y%m%d-%H%M%S")
+
+
+def run_demo(
+    output_dir: str | os.PathLike[str],
+    *,
+    healing: bool = True,
+    seed: int = 0,
+    size: DemoSize | None = None,
+    config: HealingConfig | None = None,
+    console: Console | None = None,
+) -> DemoResult:
+    """Trains while three faults strike, with the plain trainer, healed, and without faults, and shows all three."""
+    console = console or Console(highlight=False)
+    console.print("\n[bold]SFTTrainer teaches a small Llama the docstrings of Python's library.[/]")
+    console.print("Loading torch and TRL, and reading the text.")
+    # Nothing is asked of the Hub, whose client reads this when it is imported.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from .episode import FAULTS, Episode, make_task
+    from .model import DemoSize
+
+    task = make_task(size or DemoSize(), seed)
+    console.print(f"Three faults strike in {task.size.steps} steps:")
+    for fault in task.faults:
+        console.print(f"  after step {fault.at}: {FAULTS[fault.kind]}")
+    # The default first wait is up to 5 seconds: right for a server, long for an audience.
+    config = config or HealingConfig(retry_initial_seconds=1.0)
+    runs = {title: Episode(task, console) for title in ([PLAIN, HEALED, TWIN] if healing else [PLAIN])}
+    for title, run in runs.items():
+        console.print(f"\n[bold]{title}[/]")
+        run.run(str(output_dir), config if title == HEALED else None, faults=title != TWIN)
+    console.print()
+    console.print(_contrast(runs))
+    if not healing:
+        console.print("The same faults with healing: [bold]self-healing demo[/]")
+        return DemoResult(held_out_loss=runs[PLAIN].held_out_loss)
+    return _judge(runs[HEALED], runs[TWIN], Path(output_dir), console)
+
+
+def _contrast(runs: Mapping[str, Episode]) -> Table:
+    """What became of each run: a column for each."""
+    table = Table("", *runs, header_style="bold")
+    steps = [f"step {run.step} of {run.task.size.steps}" for run in runs.values()]
+    table.add_row(
+        "came to",
+        *(
+            step if run.killed_by is None else f"[bold red]dead at {step}[/]\n{type(run.killed_by).__name__}"
+            for step, run in zip(steps, runs.values(), strict=True)
+        ),
+    )
+    table.add_row("weights", *(f"[bold red]{run.ruined}[/]" if run.ruined else "all finite" for run in runs.values()))
+    table.add_row("held-out loss", *(f"{run.held_out_loss:.4f}" for run in runs.values()))
+    return table
+
+
+def _judge(healed: Episode, twin: Episode, directory: Path, console: Console) -> DemoResult:
+    """Tells what the healed run has made of its faults, and where it lies."""
+    problems, loss, twin_loss = unmet(healed, twin), healed.held_out_loss, twin.held_out_loss
+    console.print(healed.report.table())
+    console.print(
+        f"Held-out loss: [bold]{loss:.4f}[/] healed, [bold]{twin_loss:.4f}[/] fault-free twin "
+        f"({100 * (loss / twin_loss - 1):+.2f} %)."
+    )
+    different = healed.first_difference(twin)
+    same = healed.step if different is None else different - 1
+    console.print(f"All weights are bitwise those of the twin after each of the first {same} steps.")
+    if different is not None and different > healed.task.poison_step:
+        console.print("From there on they differ: the twin also learned from the poison row.")
+    if not problems:
+        console.print("[bold green]Every fault was found and healed, and no step was lost.[/]")
+    _print_problems(problems, console)
+    write_page(read_run(directory), directory / "report.html")
+    console.print(f"Report: {directory / 'report.html'}", soft_wrap=True)
+    console.print(f"Journal: {directory / EVENTS_FILE}", soft_wrap=True)
+    return DemoResult(problems, loss, twin_loss)
+
+
+def _print_problems(problems: Sequence[str], console: Console) -> None:
+    for problem in problems:
+        console.print(f"[bold red]Not as it should be:[/] {escape(problem)}.", soft_wrap=True)
+
+
+def unmet(healed: Episode, twin: Episode) -> list[str]:
+    """What a run that healed everything would show, and this one did not."""
+    task, report, problems = healed.task, healed.report, not_survived(healed.rows)
+    if healed.killed_by is not None:
+        problems.append(f"the run ended with {type(healed.killed_by).__name__} at step {healed.step}")
+    outcomes = [incident["outcome"] for incident in report.incidents]
+    if outcomes != ["resolved"] * len(task.faults) or report.steps_lost:
+        problems.append(f"{len(task.faults)} faults led to {len(outcomes)} incidents ({outcomes}); {report.lost}")
+    blamed = [row["dataset_index"] for incident in report.incidents for row in incident["evidence"].get("rows", ())]
+    if blamed != [task.poison_row]:
+        problems.append(f"rows {blamed} were blamed, row {task.poison_row} is the poison sample")
+    different, poisoned = healed.first_difference(twin), task.poison_step
+    if different is not None and different <= poisoned:
+        problems.append(
+            f"the weights differ from the fault-free twin's from step {different} on, and should be bitwise equal "
+            f"through step {poisoned}"
+        )
+    loss, twin_loss = healed.held_out_loss, twin.held_out_loss
+    if not abs(loss - twin_loss) <= 0.02 * twin_loss:
+        problems.append(f"the held-out loss, {loss:.4f}, is more than 2 % off the twin's, {twin_loss:.4f}")
+    return problems
+
+
+def not_survived(rows: Sequence[Survival]) -> list[str]:
+    """Faults that never struck, and those that the run did not outlive."""
+    return [f"{row.fault} was not survived: {row.outcome}" for row in rows if not row.survived] + [
+        f"{row.fault} never struck" for row in rows if not row.effect
+    ]
+
+
+# ---- chaos ----
+
+
+@dataclass(frozen=True, slots=True)
+class RehearsalResult:
+    """Outcome of the rehearsal: exit code of the job, and what became of each fault."""
+
+    exit_code: int
+    rows: list[Survival]
+
+    @property
+    def problems(self) -> list[str]:
+        """What should have been seen and was not; empty if all is well."""
+        problems = [] if self.exit_code == 0 else [f"the job came out with exit code {self.exit_code}"]
+        return problems + not_survived(self.rows) + ([] if self.rows else ["no fault struck"])
+
+
+def run_rehearsal(
+    output_dir: str | os.PathLike[str], *, steps: int = 80, seed: int = 0, console: Console | None = None
+) -> RehearsalResult:
+    """Trains a tiny model under torchrun while it runs out of memory, hangs and is killed, and shows it."""
+    console = console or Console(highlight=False)
+    directory = Path(output_dir)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    ledger, log = Ledger(directory.parent / "chaos.jsonl"), directory.parent / "chaos.log"
+    console.print(
+        "\n[bold]Chaos: a job that learns runs out of memory, hangs, and is killed.[/]\n"
+        "It is started by torchrun, which starts it again when its process is gone."
+    )
+    # A quarter of the run apart; the last one after a checkpoint.
+    faults = f"oom@{steps // 4},hang@{steps // 2}:seconds=60,sigkill@{3 * steps // 4 + 2}"
+    script = Path(__file__).with_name("episode.py")
+    command = command_line(script, [str(directory), str(steps), str(seed)], restarts=1)
+    told = environment(faults, seed, ledger.path, None) | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, env=told, stdout=subprocess.PIPE, stderr=errors, text=True) as job,
+    ):
+        assert job.stdout is not None
+        for line in job.stdout:
+            console.print(escape(line.rstrip()), soft_wrap=not console.is_terminal)
+    result = RehearsalResult(job.wait(), survived(ledger, ledger.run_dirs()))
+    console.print(survival_table(result.rows))
+    if not result.problems:
+        console.print("[bold green]Every fault was survived.[/]")
+    _print_problems(result.problems, console)
+    console.print(f"Ledger: {directory.parent / ledger.path.name}\nLog: {log}", soft_wrap=True)
+    return result

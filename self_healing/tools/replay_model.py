@@ -1,0 +1,322 @@
+"""Builds a model and a trainer again from what was written down of them when the incident happened."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Trainer
+
+from ..replaying.incidents import ReplayError
+from ..replaying.weights import WeightsChoice
+
+
+# Where a class named in a file may come from.
+_LIBRARIES = ("transformers", "trl", "peft")
+# Of the arguments: what belongs to the machine, the data, the optimizer or the output, and not to loss and gradient.
+_NOT_OF_THE_LOSS = frozenset(
+    {
+        *("output_dir", "use_cpu", "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"),
+        *("ddp_backend", "ddp_find_unused_parameters", "local_rank", "debug", "hub_token", "push_to_hub_token"),
+        *("report_to", "push_to_hub", "resume_from_checkpoint", "load_best_model_at_end", "eval_strategy", "do_eval"),
+        *("save_strategy", "logging_strategy", "auto_find_batch_size", "optim", "optim_args", "optim_target_modules"),
+        *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "train_sampling_strategy"),
+        *("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config"),
+        *("model_init_kwargs", "ref_model_init_kwargs", "chat_template_path", "eos_token", "pad_token", "packing"),
+        *("eval_packing", "padding_free", "completion_only_loss", "assistant_only_loss", "dataset_kwargs"),
+        *("dataset_num_proc", "dataset_text_field", "use_vllm", "vllm_mode", "use_transformers_paged", "cast_lm_head"),
+        *(
+            "generation_batch_size",
+            "reward_weights",
+            "log_completions",
+            "precompute_ref_log_probs",
+            "use_transformers_continuous_batching",
+        ),
+        *(
+            "dataloader_num_workers",
+            "dataloader_prefetch_factor",
+            "dataloader_persistent_workers",
+            "length_column_name",
+        ),
+    }
+)
+# A row of what each trainer is made for: it is never computed, but a trainer is not built without.
+_ROWS: Mapping[str, list[dict[str, Any]]] = {
+    "SFTTrainer": [{"text": "a"}],
+    "DPOTrainer": [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+    "RewardTrainer": [{"chosen": "ab", "rejected": "ac"}],
+    "KTOTrainer": [
+        {"prompt": "a", "completion": "b", "label": True},
+        {"prompt": "a", "completion": "c", "label": False},
+    ],
+    "GRPOTrainer": [{"prompt": "a"}],
+    "RLOOTrainer": [{"prompt": "a"}],
+}
+_WITH_REWARDS = frozenset({"GRPOTrainer", "RLOOTrainer"})
+_WITH_REFERENCE = frozenset({"DPOTrainer", "KTOTrainer"})
+
+
+def build_model(blueprint: Mapping[str, Any], weights: WeightsChoice, model: str | None, all_weights: bool) -> Any:
+    """Builds the model of a run again, with weights in it that are those chosen, or that those chosen are put over."""
+    written = blueprint["model"]
+    if model is not None and _is_function(model):
+        return call_function(model)
+    cls = _library_class(written["class"])
+    if cls is None or not hasattr(cls, "from_pretrained") or not written["config"]:
+        raise ReplayError(
+            f"The model is a {written['class'][1]} of {written['class'][0]}, which cannot be built from a "
+            "configuration. Please name a function that builds it, --model MODULE:FUNCTION, in the directory of its "
+            f"module. Or: {in_python()}"
+        )
+    options = _options(written)
+    adapters = written["adapters"]
+    if all_weights and weights.tensors and model is None and not adapters:
+        network = cls._from_config(cls.config_class.from_dict(written["config"]), **options)
+    else:
+        source = model or (None if adapters else weights.checkpoint) or _found(written["name_or_path"], blueprint)
+        network = _from_pretrained(cls, source, options)
+    # Reference models are loaded from where the model came from.
+    network.config._name_or_path = _found(written["name_or_path"], blueprint) or ""
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(name not in written["frozen"])
+    return _with_adapters(network, adapters, written["trained_dtype"]) if adapters else network
+
+
+def _options(written: Mapping[str, Any]) -> dict[str, Any]:
+    options: dict[str, Any] = {"dtype": getattr(torch, written["dtype"] or "float32")}
+    return options | ({"attn_implementation": written["attention"]} if written["attention"] else {})
+
+
+def _from_pretrained(cls: Any, source: str | None, options: Mapping[str, Any]) -> Any:
+    if not source:
+        raise ReplayError(
+            "Where the model came from is not known, and no checkpoint from before the incident is there. Please name "
+            "one: --checkpoint PATH, or --model PATH for the model that training began with."
+        )
+    try:
+        return cls.from_pretrained(source, **options)
+    except Exception as error:
+        raise ReplayError(
+            f"The model could not be loaded from {source} ({type(error).__name__}: {str(error).splitlines()[0]}). "
+            "Please name a place to load it from: --model PATH, or a name on the Hub."
+        ) from error
+
+
+def _with_adapters(network: Any, adapters: Mapping[str, Any], dtype: str | None) -> Any:
+    from peft import PeftConfig, get_peft_model
+
+    made = None
+    for name, values in adapters.items():
+        config = PeftConfig.from_peft_type(**(values | {"inference_mode": False}))  # type: ignore[no-untyped-call]
+        if made is None:
+            made = get_peft_model(network, config, adapter_name=name)
+        else:
+            made.add_adapter(name, config)
+    assert made is not None
+    for parameter in made.parameters():
+        if parameter.requires_grad and dtype is not None:
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+    return made
+
+
+def put_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Puts weights that were kept over those of a model."""
+    state = model.state_dict(keep_vars=True)
+    unknown = [name for name, tensor in tensors.items() if name not in state or state[name].shape != tensor.shape]
+    if unknown:
+        raise ReplayError(
+            f"The model is not the one of the incident: {len(unknown)} of {len(tensors)} weights that were kept do "
+            f"not fit it, {unknown[0]} for one. Please name the right one with --model, or weights with --checkpoint."
+        )
+    for name, tensor in tensors.items():
+        state[name].data = tensor.to(state[name].device, copy=True)
+
+
+def build_trainer(blueprint: Mapping[str, Any], model: Any, scratch: str, notes: list[str]) -> Any:
+    """Builds a trainer of the same class, with the arguments that its loss and gradient depend on."""
+    names = [name for _, name in blueprint["classes"]]
+    if blueprint["own_loss"]:
+        raise ReplayError(
+            f"The loss was computed by code of your own ({names[0]}), which is stored in no file. {in_python()}"
+        )
+    cls, known = next(
+        (found, name) for module, name in blueprint["classes"] if (found := _library_class([module, name])) is not None
+    )
+    if known != names[0]:
+        notes.append(f"the trainer was a {names[0]}, and is a {known} here; both compute the loss alike")
+    args = _arguments(cls, blueprint, scratch, notes)
+    if cls is Trainer:
+        return Trainer(model=model, args=args)
+    rows = _ROWS.get(known)
+    if rows is None:
+        raise ReplayError(f"How a {known} is built again is not known. {in_python()}")
+    from datasets import Dataset
+
+    given: dict[str, Any] = {
+        "args": args,
+        "train_dataset": Dataset.from_list(rows),
+        "processing_class": _tokenizer(model),
+    }
+    if known in _WITH_REWARDS:
+        given["reward_funcs"] = _no_reward
+    reference = blueprint.get("reference")
+    if known in _WITH_REFERENCE and reference is not None:
+        given["ref_model"] = _reference(reference, blueprint, model, notes)
+    with _without_bars():
+        trainer = cls(model=model, **given)
+    if reference is not None and trainer.ref_model is not None:
+        # One that was given in train mode has dropout, and draws random numbers.
+        trainer.ref_model.train(reference["training"])
+    return trainer
+
+
+def _reference(written: Mapping[str, Any], blueprint: Mapping[str, Any], model: Any, notes: list[str]) -> Any:
+    """Loads the reference model from where it came from."""
+    source, cls = _found(written["name_or_path"], blueprint), _library_class(written["class"])
+    try:
+        if source and cls is not None:
+            return cls.from_pretrained(source, **_options(written))
+        why = "where it came from is not known"
+    except Exception as error:
+        why = f"{source}: {type(error).__name__}"
+    notes.append(f"the reference model could not be loaded ({why}): a copy of the model itself takes its place")
+    return copy.deepcopy(model)
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Without the progress bars of preparing a data set of one row."""
+    from datasets.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+    shown = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bar()
+
+
+def _no_reward(completions: list[Any], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def _arguments(cls: type, blueprint: Mapping[str, Any], scratch: str, notes: list[str]) -> Any:
+    args_class = _library_class(blueprint["arguments_class"])
+    if args_class is None:
+        # A dataclass of the user's own that adds to one of a library.
+        args_class = _library_class(
+            ["transformers", "TrainingArguments"] if cls is Trainer else ["trl", _config_of(cls)]
+        )
+    assert args_class is not None
+    written = blueprint["arguments"]
+    known = {each.name for each in dataclasses.fields(args_class) if each.init}
+    taken = {
+        name: value for name, value in written.items() if name in known - _NOT_OF_THE_LOSS and not _is_hidden(value)
+    }
+    on_cpu = not torch.accelerator.is_available()
+    for name in ("torch_compile", "use_liger_kernel"):
+        if written.get(name):
+            notes.append(f"{name} is off: hooks see into plain modules only, and numbers may round differently")
+    wanted = blueprint["device"]
+    here = "cpu" if on_cpu else str(torch.accelerator.current_accelerator())
+    if here != wanted:
+        notes.append(
+            f"it was computed on {wanted}, and is on {here} here: numbers round differently, and dropout differs"
+        )
+    if blueprint["processes"] > 1:
+        notes.append(f"it was one of {blueprint['processes']} processes: the others' rows are not in the gradient")
+    plain = {"output_dir": scratch, "use_cpu": on_cpu, "report_to": [], "save_strategy": "no", "eval_strategy": "no"}
+    return args_class(**taken, **plain, optim="sgd")
+
+
+def _config_of(cls: type) -> str:
+    return cls.__name__.replace("Trainer", "Config")
+
+
+def _is_hidden(value: Any) -> bool:
+    """Whether it is the name of a token, in the place of one (`TrainingArguments.to_dict`)."""
+    return isinstance(value, str) and value.startswith("<") and value.endswith("_TOKEN>")
+
+
+def _tokenizer(model: Any) -> Any:
+    """The tokenizer of a model, or one that has its special tokens: no text is tokenized that anything is made of."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    place = base.config._name_or_path
+    if place:
+        try:
+            return AutoTokenizer.from_pretrained(place)
+        except Exception:
+            pass
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    config = base.config.get_text_config()
+    end = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
+    end = 0 if end is None else int(end)
+    pad = end if config.pad_token_id is None else int(config.pad_token_id)
+    words = {"<pad>": pad, "<eos>": end} if pad != end else {"<eos>": end}
+    backend = Tokenizer(WordLevel(words, unk_token="<eos>"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<eos>", eos_token="<eos>", pad_token="<pad>" if pad != end else "<eos>"
+    )
+
+
+def _library_class(name: list[str]) -> Any:
+    module, qualname = name
+    if module.partition(".")[0] not in _LIBRARIES:
+        return None
+    try:
+        return getattr(importlib.import_module(module), qualname, None)
+    except ImportError:
+        return None
+
+
+def _found(name_or_path: str | None, blueprint: Mapping[str, Any]) -> str | None:
+    """Where the model came from: a relative path was one of the directory that the run was started in."""
+    if not name_or_path:
+        return None
+    then = Path(blueprint["directory"], name_or_path)
+    return str(then) if not Path(name_or_path).exists() and then.is_dir() else name_or_path
+
+
+def _is_function(model: str) -> bool:
+    _, colon, function = model.partition(":")
+    return bool(colon) and function.isidentifier() and not Path(model).exists()
+
+
+def call_function(name: str) -> Any:
+    """Calls `module:function`, which builds a model; the module may lie in the working directory."""
+    module, _, function = name.partition(":")
+    sys.path.insert(0, "")
+    try:
+        build: Callable[[], Any] | None = getattr(importlib.import_module(module.removesuffix(".py")), function, None)
+    except ImportError as error:
+        raise ReplayError(
+            f"--model {name}: the module cannot be imported ({error}). Run this in its directory."
+        ) from None
+    finally:
+        sys.path.remove("")
+    if not callable(build):
+        raise ReplayError(f"--model {name}: there is no function {function} in {module}.")
+    model = build()
+    if not isinstance(model, torch.nn.Module):
+        raise ReplayError(f"--model {name}: it returned {type(model).__name__}, and not a torch.nn.Module.")
+    return model
+
+
+def in_python() -> str:
+    """What to write instead of the command."""
+    return (
+        "Please replay it with the trainer of your script, built and not yet trained:\n"
+        "  import self_healing\n"
+        "  trainer = ...  # as in your script\n"
+        '  print(self_healing.replay("RUN_DIR", "INCIDENT", trainer=trainer))'
+    )
