@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from self_healing import HealingConfig
-from self_healing.config.setting import SECTIONS, Setting
+from self_healing.config.schema import SECTIONS, Setting
 
 
 PAGE = Path(__file__).parent / "configuration.md"

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from .checkpoints.choice import CheckpointError as CheckpointError
     from .checkpoints.choice import find_trusted_checkpoint as find_trusted_checkpoint
     from .config.healing_config import HealingConfig as HealingConfig
-    from .config.setting import ConfigurationError as ConfigurationError
-    from .exceptions import UnrecoverableTrainingError as UnrecoverableTrainingError
+    from .config.schema import ConfigurationError as ConfigurationError
     from .failures.classify import classify_exception as classify_exception
     from .failures.recipes import FAILURE_RECIPES as FAILURE_RECIPES
     from .failures.recipes import Action as Action
     from .failures.recipes import FailureType as FailureType
     from .failures.recipes import Recipe as Recipe
+    from .failures.recipes import UnrecoverableTrainingError as UnrecoverableTrainingError
     from .healers.dry_run import DryRunReport as DryRunReport
     from .healers.inspection import check_data_quality as check_data_quality
     from .healers.numerics.clipping import ZClip as ZClip
@@ -48,7 +48,7 @@ _MODULE_OF = {
     "FAILURE_RECIPES": "failures.recipes",
     "Action": "failures.recipes",
     "CheckpointError": "checkpoints.choice",
-    "ConfigurationError": "config.setting",
+    "ConfigurationError": "config.schema",
     "DryRunReport": "healers.dry_run",
     "FailureType": "failures.recipes",
     "Finding": "inspection.findings",
@@ -67,7 +67,7 @@ _MODULE_OF = {
     "SnapshotRing": "rollback.ring",
     "StepSignals": "signals",
     "Target": "run.went_back",
-    "UnrecoverableTrainingError": "exceptions",
+    "UnrecoverableTrainingError": "failures.recipes",
     "ZClip": "healers.numerics.clipping",
     "check_data_quality": "healers.inspection",
     "check_model_init": "inspection.model",

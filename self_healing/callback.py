@@ -14,29 +14,28 @@ from transformers.trainer_callback import ExportableState
 from .actions import HealingActions
 from .checkpoints.choice import CheckpointError
 from .checkpoints.marker import healing_state_of
-from .config.given import as_config
-from .config.healing_config import HealingConfig
-from .config.setting import ConfigurationError
+from .config.healing_config import HealingConfig, as_config
+from .config.schema import ConfigurationError
 from .detectors.rules.rule import MetricRule
 from .detectors.rules.table import load_rules
 from .end_of_run import end_run, heal_the_last_step
 from .entry_checks import begin_run
-from .exceptions import HealingFailed, UnrecoverableTrainingError
+from .failures.recipes import HealingFailed, TrainingFault, UnrecoverableTrainingError
 from .healers.assembly import Run, assemble
 from .healers.restarts.healing_off import ending_the_job, is_off
 from .healers.restarts.start import tell_of_unfinished
 from .healers.train_begin_end import Entry
 from .hf.adapter import Instrument
 from .instrument.discovery import find_resume_path, find_trainer, is_training
-from .instrument.training_fault import TrainingFault
 from .instrument.uploads import leave_out_of_uploads
 from .journal.incident import Incident
 from .journal.terminal import speaking_of
-from .log_safely import log_safely
-from .meeting import meet
 from .ranks import votes
+from .ranks.votes import meet
 from .start_and_end import pause_speaking, start_speaking, stop_speaking, tell_start
+from .system import processes
 from .system.files import hide_from_uploads, own_patterns
+from .system.processes import log_safely
 
 
 logger = logging.getLogger("self_healing")
@@ -138,7 +137,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             self._detach()
             raise
         except Exception as error:
-            if votes.world_size() > 1:
+            if processes.world_size() > 1:
                 # Of another process, or of the device.
                 self._detach()
                 raise

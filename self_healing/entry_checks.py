@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint, refuse_unwritable
-from .exceptions import UnrecoverableTrainingError
-from .failures.recipes import FAILURE_RECIPES, Action, FailureType
+from .failures.recipes import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
 from .healers.assembly import new_run_id
 from .hf.adapter import Instrument
 from .ranks import votes
 from .run.run import RunContext
+from .system import processes
 
 
 logger = logging.getLogger("self_healing")
@@ -42,7 +42,7 @@ def refuse_damaged_checkpoint(context: RunContext, checkpoint: Path) -> None:
     if reason is not None:
         context.journal.event("checkpoint_passed_over", context.step, path=str(checkpoint), reason=reason)
         raise refused[0] if refused else CheckpointError(reason)
-    if told is not None and votes.is_first_rank():
+    if told is not None and processes.is_first_rank():
         logger.warning("Resuming from %s anyway: %s.", checkpoint, told)
 
 
@@ -75,7 +75,7 @@ def refuse_nonfinite_weights(context: RunContext, resumed_from: str | None) -> b
 def refuse_wrong_sums(context: RunContext) -> None:
     """Ends a run on several ranks that cannot sum up what all of them know, or not in time."""
     device, seconds = context.instrument.view.device, context.config.collective_timeout_check_seconds
-    if votes.world_size() == 1 or seconds == 0:
+    if processes.world_size() == 1 or seconds == 0:
         return
     began = time.monotonic()
     try:
@@ -91,9 +91,9 @@ def refuse_wrong_sums(context: RunContext) -> None:
         what = f"A rank of this job gives wrong results ({named})"
         advice = FAILURE_RECIPES[FailureType.WRONG_RESULTS].advice
         raise _refused(context, FailureType.WRONG_RESULTS, what, advice, wrong_ranks=changed)
-    if votes.is_first_rank():
+    if processes.is_first_rank():
         took = round(time.monotonic() - began, 3)
-        context.journal.event("ranks_checked", context.step, ranks=votes.world_size(), seconds=took)
+        context.journal.event("ranks_checked", context.step, ranks=processes.world_size(), seconds=took)
 
 
 def _refused(

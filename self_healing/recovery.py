@@ -9,19 +9,26 @@ from typing import Any, NoReturn
 
 from .checkpoints.choice import newest_checkpoint_of
 from .checkpoints.marker import step_of
-from .exceptions import DamagedCheckpointError, HealingFailed, UnrecoverableTrainingError
-from .failures.classify import add_note, classify_exception, describe_exception, text_of
-from .failures.recipes import FAILURE_RECIPES, Action, FailureType
+from .failures.classify import add_note, classify_exception, describe_exception
+from .failures.recipes import (
+    FAILURE_RECIPES,
+    Action,
+    DamagedCheckpointError,
+    FailureType,
+    HealingFailed,
+    UnrecoverableTrainingError,
+    text_of,
+)
 from .healers.assembly import Run
 from .healers.oom.healer import MemoryOutsideOfModel
 from .healers.restarts.emergency import publish, save_emergency_checkpoint
 from .hf.deepspeed import can_be_entered_again
 from .instrument.loader_workers import end_workers_that_failed
 from .journal.incident import Incident
-from .ranks import votes
 from .restarts.lost_device import leave_lost_device, write_down_lost_device
 from .run.claims import Claim, claim_by_recipe
 from .run.dispatch import HealingContext
+from .system import processes
 
 
 logger = logging.getLogger("self_healing")
@@ -116,7 +123,7 @@ class Recovery:
         began, step = time.perf_counter(), self._step
         claim = self._first_claim(error)
         incident = self._opened(error, failure) if claim is None else claim.incident
-        if votes.world_size() > 1:
+        if processes.world_size() > 1:
             self._leave_last_step()
         # Saved before anything else is tried: what follows may fail.
         point, unmoved = self._resume_from(incident, error, failure, resume_from)
@@ -127,7 +134,7 @@ class Recovery:
             # It need not be the training that fails here, but the way back to it.
             claim = replace(claim, remedy=Action.RESUME)
         self._entered_in_vain = cause is not error
-        if claim.remedy is Action.STOP or votes.world_size() > 1 or not self._can_enter_again:
+        if claim.remedy is Action.STOP or processes.world_size() > 1 or not self._can_enter_again:
             verdict = None if cause is error else f"{describe_exception(cause)}; {_failed_at_entry(error)}"
             self._ending.stop_for_exception(incident, classify_exception(cause), cause, point, verdict)
             return None
@@ -217,7 +224,7 @@ class Recovery:
     def _leave_unfinished_step(self, error: BaseException) -> NoReturn:
         """Leaves with the state before the step, which would have taken too long."""
         run, path = self.run, None
-        if run.instrument is not None and votes.world_size() == 1:
+        if run.instrument is not None and processes.world_size() == 1:
             try:
                 point = save_emergency_checkpoint(
                     run.instrument,

@@ -14,7 +14,7 @@ from .healers.assembly import Run
 from .hf.adapter import Instrument
 from .journal.incident import Incident, counted, lost_steps
 from .journal.terminal import Terminal, announce
-from .log_safely import log_safely
+from .system.processes import log_safely
 
 
 logger = logging.getLogger("self_healing")

@@ -15,10 +15,9 @@ from transformers.trainer_utils import TrainOutput
 
 from .callback import SelfHealingCallback, adopt_run
 from .checkpoints.choice import CheckpointError, newest_checkpoint_of
-from .config.given import as_config
-from .config.healing_config import HealingConfig
-from .config.setting import ConfigurationError
-from .exceptions import DamagedCheckpointError, UnrecoverableTrainingError
+from .config.healing_config import HealingConfig, as_config
+from .config.schema import ConfigurationError
+from .failures.recipes import DamagedCheckpointError, UnrecoverableTrainingError
 from .healers.assembly import Run, assemble
 from .healers.dry_run import DryRunReport, dry_run
 from .healers.restarts.attempts import go_on_from_disk, take_up
@@ -32,9 +31,8 @@ from .instrument.progress_bars import remove_progress_bars
 from .instrument.reporting import ReportingGuard
 from .instrument.resuming import loading_twice_at_most, skipping_any_loader
 from .journal.terminal import Terminal, speaking_of
-from .log_safely import log_safely
-from .meeting import meet
 from .ranks import votes
+from .ranks.votes import meet
 from .recovery import NextEntry, Recovery
 from .report.healing_report import HealingReport
 from .report.output import ClosingReport
@@ -43,6 +41,8 @@ from .rollback.shared_memory import StateUnusable
 from .run.record import RunRecord
 from .services.reporting import Reporting
 from .start_and_end import tell_end
+from .system import processes
+from .system.processes import log_safely
 from .system.random_state import RandomState
 
 
@@ -232,7 +232,7 @@ class SelfHealingTrainer:
             args.process_index,
             self._sleep,
             start.run,
-            may_enter_again=votes.world_size() == 1,
+            may_enter_again=processes.world_size() == 1,
             device=args.device,
         )
         run.context.attachment.trainer = self.trainer
@@ -318,7 +318,7 @@ class SelfHealingTrainer:
             if resume:
                 stack.enter_context(loading_as_written(self.trainer))
                 stack.enter_context(skipping_any_loader(self.trainer))
-            if resume and votes.world_size() == 1:
+            if resume and processes.world_size() == 1:
                 # The others may wait in a collective of the first attempt.
                 stack.enter_context(loading_twice_at_most(self.trainer))
             yield

@@ -16,8 +16,9 @@ from forked_pairs import run_pair
 from transformers import TrainerCallback
 from two_processes import digest
 
-from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, meeting
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.ranks import votes
+from self_healing.ranks import votes as meeting
 
 
 def build(directory: Path, *callbacks: Any, **arguments: Any) -> Any:

@@ -23,7 +23,7 @@ from self_healing import (
     SelfHealingCallback,
     SelfHealingTrainer,
 )
-from self_healing.config.setting import SECTIONS, Setting
+from self_healing.config.schema import SECTIONS, Setting
 
 
 NAMES = [f.name for f in dataclasses.fields(HealingConfig)]

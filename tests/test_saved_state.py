@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from self_healing.saved_state import completed, take_over, take_over_whole
+from self_healing.system.files import completed, take_over, take_over_whole
 
 
 TEMPLATE = {"count": 0, "rate": 1.0, "on": False, "name": "", "seen": [], "by_name": {}, "any": None}

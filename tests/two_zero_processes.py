@@ -39,7 +39,7 @@ from two_sharded_processes import PoisonGradient, inside
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.checkpoints.choice import vet_all
-from self_healing.exceptions import UnrecoverableTrainingError
+from self_healing.failures.recipes import UnrecoverableTrainingError
 from self_healing.hf.state import innermost
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config.healing_config import HealingConfig
-from ..config.setting import ConfigurationError
+from ..config.schema import ConfigurationError
 from ..detectors.rules.table import load_rules
 from ..tools.anywhere.hook import UNTOUCHED, VARIABLE
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
-from ..config.setting import ConfigurationError
+from ..config.schema import ConfigurationError
 from ..failures.classify import describe_exception
 from ..ranks import votes
+from ..system import processes
 from ..system.files import EMERGENCY_DIR, MARKER_FILE, PINNED_DIR
 from .marker import (
     checkpoints_in,
@@ -257,7 +258,7 @@ def refuse_unwritable(args: TrainingArguments) -> None:
     who = "" if len(of_ranks) == 1 else f" by {votes.in_words(refused)}"
     found = f"output_dir={args.output_dir!r} cannot be written{who} ({of_ranks[refused[0]]})"
     if args.save_strategy == SaveStrategy.NO:
-        if votes.is_first_rank():
+        if processes.is_first_rank():
             logger.warning("%s: an exception will leave no checkpoint, and a restart finds none to go on from.", found)
         return
     raise ConfigurationError(

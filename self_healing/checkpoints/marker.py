@@ -14,8 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from ..files import replace_file
-from ..system.files import BESIDE_DIR, EMERGENCY_DIR, MARKER_FILE, PINNED_DIR, STATE_FILE
+from ..system.files import BESIDE_DIR, EMERGENCY_DIR, MARKER_FILE, PINNED_DIR, STATE_FILE, replace_file
 
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from ..config.healing_config import HealingConfig
-from ..failures.classify import could_not_be_written, text_of
+from ..failures.classify import could_not_be_written
+from ..failures.recipes import text_of
 from ..journal.journal import Journal
 from ..ranks import votes
+from ..system import processes
 from ..system.files import MARKER_FILE, PINNED_DIR, STATE_FILE
 from .choice import newest_checkpoint_of
 from .marker import (
@@ -79,7 +81,7 @@ class RunCheckpoints:
         """Begins to follow them, the one it was resumed from first, when `train()` is entered for the first time."""
         self._output_dir, self._device = Path(os.path.abspath(args.output_dir)), args.device
         self._resumed_from = resumed_from
-        self._follows = args.should_save and votes.is_first_rank()
+        self._follows = args.should_save and processes.is_first_rank()
         if not self._follows:
             return
         self._generations = self._config.keep_verified_checkpoints

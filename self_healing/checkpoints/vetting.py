@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, TrainerState
 
-from ..ranks import votes
+from ..system import processes
 from ..system.files import MARKER_FILE, STATE_FILE
 from .deepspeed import check_deepspeed, is_of_deepspeed
 from .marker import CHECKSUMS, damage_of_marker, load_marker, number_of
@@ -158,7 +158,7 @@ def _examine(
 ) -> None:
     """Looks at everything in a checkpoint; what is cheap to see comes first."""
     weights, optimizers = _weight_files(checkpoint, findings), _optimizer_files(checkpoint)
-    ranks = votes.world_size() if marker is None else 1
+    ranks = processes.world_size() if marker is None else 1
     _check_random_states(checkpoint, findings, ranks, readers.here)
     if marker is not None:
         _check_standing(marker)

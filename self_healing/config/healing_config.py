@@ -1,22 +1,94 @@
-"""
-Every setting of the library in one flat dataclass.
+"""Every setting of the library in one flat dataclass, its presets, and what users may pass in its place."""
 
-Long, because parsers, `help()` and TOML all read one class, and each setting is declared and described there once.
-"""
+from __future__ import annotations
 
+import functools
 import os
+import reprlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from ..toml import read_toml
-from .checks import raise_if_any, value_problems
-from .command_line import Switch
-from .presets import preset_of, starts_from_preset
-from .schema import schema_of
-from .sections import as_toml, values_in
-from .setting import ConfigurationError, Setting
+from .schema import (
+    ConfigurationError,
+    LeftOut,
+    Setting,
+    Switch,
+    as_toml,
+    raise_if_any,
+    read_toml,
+    schema_of,
+    unknown,
+    value_problems,
+    values_in,
+)
+
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+# ---- presets: the presets, and how the constructor of a config starts from one ----
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "aggressive": {
+        "reexecute_attempts": 2,
+        "nan_patience": 8,
+        "max_skipped_fraction": 0.25,
+        "max_quarantined_fraction": 0.5,
+        "max_spike_skips": 10,
+        "zclip_mode": "clip",
+        "max_lr_reductions": 6,
+        "max_bad_data_fraction": 0.25,
+        "max_recovery_attempts": 20,
+        "retry_max_seconds": 900.0,
+        "retry_attempts": 20,
+        "retry_total_seconds": 7200.0,
+    },
+    "conservative": {
+        "nan_patience": 2,
+        "drop_poison_rows": False,
+        "max_skipped_fraction": 0.02,
+        "max_quarantined_fraction": 0.05,
+        "max_spike_skips": 1,
+        "on_divergence": "stop",
+        "max_lr_reductions": 1,
+        "on_bad_sample": "raise",
+        "max_recovery_attempts": 2,
+    },
+}
+
+Config = TypeVar("Config", bound="DataclassInstance")
+
+
+def preset_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of the preset that `healing_preset` among the values names."""
+    name = values.get("healing_preset")
+    return PRESETS.get(name, {}) if isinstance(name, str) else {}
+
+
+def starts_from_preset(config: type[Config]) -> type[Config]:
+    """Makes the constructor of a config start from the preset it is given, and name settings it does not know."""
+    original = config.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Config, *args: Any, **kwargs: Any) -> None:
+        schema = schema_of(config)
+        raise_if_any([unknown(schema, None, name, value) for name, value in kwargs.items() if name not in schema])
+        given = {name: value for name, value in kwargs.items() if not isinstance(value, LeftOut)}
+        original(self, *args, **preset_of(given) | given)
+
+    type.__setattr__(config, "__init__", __init__)
+    for each in fields(config):
+        if any(each.name in preset for preset in PRESETS.values()):
+            each.default = LeftOut(each.default)
+    return config
+
+
+# ---- healing config: every setting of the library in one flat dataclass ----
 
 
 @starts_from_preset
@@ -853,3 +925,32 @@ class HealingConfig:
             return cls.from_dict(config)
         except ConfigurationError as error:
             raise ConfigurationError(f"{path}: {error}") from None
+
+
+# ---- given: makes a config of what was passed as one ----
+
+
+def as_config(given: HealingConfig | Mapping[str, Any] | None) -> HealingConfig:
+    """Returns the config that was asked for: itself, one made of a mapping, or the defaults."""
+    if given is None:
+        return HealingConfig()
+    if isinstance(given, HealingConfig):
+        return given
+    if isinstance(given, Mapping):
+        return HealingConfig.from_dict(dict(given))
+    raise ConfigurationError(
+        f"The config is {reprlib.repr(given)} ({type(given).__name__}), but must be a HealingConfig or a dict of "
+        f"settings. {_meant(given)}"
+    )
+
+
+def _meant(given: Any) -> str:
+    if given is HealingConfig:
+        return "Did you mean HealingConfig()?"
+    if getattr(given, "__self__", None) is HealingConfig:
+        return f"Did you mean HealingConfig.{given.__name__}()?"
+    if isinstance(given, str) and given in ("aggressive", "conservative"):
+        return f"Did you mean HealingConfig.{given}()?"
+    if isinstance(given, str | os.PathLike):
+        return f"If it is a file, did you mean HealingConfig.from_toml({str(given)!r})?"
+    return "Please leave it out for the defaults."

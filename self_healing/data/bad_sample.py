@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..failures.classify import text_of
+from ..failures.recipes import text_of
 from .problems import Problem
 from .sample_names import SampleName, describe_name
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import append_line
 from ..healers.data.quarantine import POISON, KnownBadSamples, row_key
+from ..system.files import append_line
 from .bad_sample import BadSample
 from .sample_names import SampleName
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from ..config.setting import ConfigurationError
+from ..config.schema import ConfigurationError
 
 
 # float32 ends at 3.4e38, so no real norm is larger. From 1e154 on the square of a norm is no finite double any more,

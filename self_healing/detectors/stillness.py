@@ -8,7 +8,7 @@ from itertools import islice
 from statistics import median
 from typing import Any
 
-from .symptom import Symptom
+from ..failures.recipes import Symptom
 
 
 # Steps from one look at the loss to the next.

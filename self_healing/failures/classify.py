@@ -1,24 +1,33 @@
-"""Tells exceptions apart: by type first, and by their words only where a library raises nothing more specific."""
+"""From an exception to its failure, and from its text to a known cause and cure."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import logging
 import re
 import socket
 import ssl
+import tomllib
+import traceback
+from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..exceptions import Interruption
-from ..ranks import votes
-from .recipes import FailureType
+from ..system import processes
+from . import recipes
+from .recipes import FailureType, Interruption, text_of
 
 
 logger = logging.getLogger(__name__)
+
+
+# ---- classify ----
+
 
 # Named, not imported: none of these libraries is a dependency, and an exception of theirs can only arrive
 # where the library is installed.
@@ -152,14 +161,6 @@ _NONFINITE_TEXTS = (
     # torch.autograd.set_detect_anomaly(True)
     "returned nan values in its",
 )
-
-
-def text_of(error: BaseException) -> str:
-    """Returns the message of an exception, also of one whose `__str__` raises."""
-    try:
-        return str(error)
-    except Exception as failed:
-        return f"(no message: its __str__ raises {type(failed).__name__})"
 
 
 def describe_exception(error: BaseException) -> str:
@@ -312,7 +313,7 @@ def _comes_from_a_dying_worker(error: BaseException) -> bool:
 
 def _is_of_a_gone_peer(error: RuntimeError, text: str) -> bool:
     """Whether a collective failed because another process of the job is not there any more."""
-    if votes.world_size() == 1 or not (isinstance(error, dist.DistError) or _GLOO_SOURCE in text):
+    if processes.world_size() == 1 or not (isinstance(error, dist.DistError) or _GLOO_SOURCE in text):
         return False
     return any(marker in text for marker in _GONE_PEER_TEXTS)
 
@@ -334,7 +335,7 @@ def could_not_be_written(error: BaseException) -> bool:
 
 def costs_its_save(error: BaseException | None) -> bool:
     """Whether an exception that left the Trainer's save is an error of the system, whichever, or raised from one."""
-    if error is None or isinstance(error, votes.Stranded):
+    if error is None or isinstance(error, recipes.Stranded):
         return False
     unopened = isinstance(error, RuntimeError) and any(each in text_of(error) for each in _UNOPENED_TEXTS)
     of_the_system = isinstance(error, OSError) or _errno_of(error) is not None
@@ -366,3 +367,105 @@ def http_status(error: BaseException) -> int | None:
             if isinstance(value, int) and 100 <= value < 600:
                 return value
     return None
+
+
+# ---- known errors ----
+
+
+# Of the text of an exception that is searched: some carry whole tensors.
+_LONGEST = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class KnownError:
+    """One row of the table."""
+
+    name: str
+    cause: str
+    fix: str
+    reference: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    error: KnownError
+    pattern: re.Pattern[str] | None
+    exit_codes: frozenset[int]
+
+
+@functools.cache
+def _table() -> tuple[_Row, ...]:
+    text = resources.files(__package__).joinpath("known_errors.toml").read_text(encoding="utf-8")
+    return tuple(
+        _Row(
+            KnownError(name, row["cause"], row["fix"], row.get("reference")),
+            re.compile(row["pattern"], re.DOTALL) if "pattern" in row else None,
+            frozenset(row.get("exit_codes", ())),
+        )
+        for name, row in tomllib.loads(text).items()
+    )
+
+
+def known_errors() -> tuple[KnownError, ...]:
+    """Returns all rows of the table, in the order they are tried."""
+    return tuple(row.error for row in _table())
+
+
+def match_known_error(
+    error: BaseException | None, exit_code: int | None = None, trained: str = ""
+) -> KnownError | None:
+    """
+    Looks an error up; the first row that matches wins. Never raises.
+
+    The exception's own words are looked up first, with its type and notes, then those of the exceptions it came from;
+    one out of a data loader worker carries the traceback there in its text. The lines of code of the traceback here
+    are not searched: they quote messages that were never raised.
+
+    Args:
+        error (`BaseException`, *optional*):
+            The exception.
+        exit_code (`int`, *optional*):
+            Exit code of the process: negative for a signal, as Python and torchrun tell it, or above 128, as a
+            shell does.
+        trained (`str`, *optional*):
+            What is trained, for rows that are not for all: `"[objective sft]"`, with `"[taken away: 'text']"`.
+
+    Example:
+
+    ```python
+    >>> match_known_error(None, exit_code=-9).name
+    'killed'
+    ```
+    """
+    try:
+        return _match(error, exit_code, trained)
+    except Exception:
+        # An exception whose own `__str__` raises, for one.
+        logger.debug("An error could not be looked up in the table of known errors.", exc_info=True)
+        return None
+
+
+def _match(error: BaseException | None, exit_code: int | None, trained: str) -> KnownError | None:
+    for text in _texts(error):
+        for row in _table():
+            if row.pattern is not None and row.pattern.search(text + trained):
+                return row.error
+    if exit_code is not None:
+        for row in _table():
+            if exit_code in row.exit_codes:
+                return row.error
+    return None
+
+
+def _texts(error: BaseException | None) -> list[str]:
+    if error is None:
+        return []
+    found: list[str] = []
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        # With notes, as Python prints it; the type with its module, which tells what torch.compile raises.
+        found.append("".join(traceback.format_exception_only(current))[:_LONGEST])
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return found

@@ -1,13 +1,29 @@
-"""
-Kinds of failure, actions against them, causes that experiments show, and the recipe of each kind.
-
-Long, because most of it is one table: a recipe is a row, and ladders are read side by side.
-"""
+"""What can fail and what is done: failures, actions, the recipe of each failure, and the exceptions that carry one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, Literal
+
+
+def text_of(error: BaseException) -> str:
+    """Returns the message of an exception, also of one whose `__str__` raises."""
+    try:
+        return str(error)
+    except Exception as failed:
+        return f"(no message: its __str__ raises {type(failed).__name__})"
+
+
+class Stranded(Exception):
+    """
+    Ends the process of a rank whose training code or disk has failed where the others may wait for it in a collective:
+    they learn from its end that it is gone.
+    """
+
+
+# ---- failures: kinds of failure, actions against them, causes that experiments show, and the recipe of each kind ----
 
 
 class FailureType(StrEnum):
@@ -537,3 +553,98 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="error",
     ),
 }
+
+
+# ---- exceptions: the exceptions of this library that carry a failure through `train()` ----
+
+
+class Interruption(BaseException):
+    """Interrupts the main thread from a thread that watches it."""
+
+    def __init__(self, message: str, failure: FailureType) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
+class UnrecoverableTrainingError(RuntimeError):
+    """
+    Ends a run that cannot be healed; the message names the postmortem.
+
+    Args:
+        message (`str`):
+            The failure, its step, the actions that were tried, and advice.
+        failure (`FailureType`, *optional*):
+            The kind of failure that ended the run.
+        postmortem (`str`, *optional*):
+            Path of `postmortem.json`.
+    """
+
+    def __init__(self, message: str, failure: FailureType | None = None, postmortem: str | None = None) -> None:
+        super().__init__(message)
+        self.failure = failure
+        self.postmortem = postmortem
+
+
+class HealingFailed(RuntimeError):
+    """Ends a job on several ranks in which code of this library has failed where they meet."""
+
+    remedy = "Report the traceback. The next start trains without healing, and says how to switch it on again."
+
+    @classmethod
+    def on_rank(cls, rank: int, step: int, error: BaseException) -> HealingFailed:
+        what = f"{type(error).__name__}: {error}"
+        return cls(f"self_healing failed on rank {rank} at step {step} ({what}). {cls.remedy}")
+
+
+class DamagedCheckpointError(UnrecoverableTrainingError):
+    """Ends an entry whose checkpoint is damaged; the run can be entered again from an older one."""
+
+    def __init__(self, incident: Any, older: str) -> None:
+        super().__init__(f"go on from {older}", failure=FailureType.DAMAGED_CHECKPOINT)
+        self.incident = incident
+        self.older = older
+
+
+class NonFiniteReward(Exception):
+    """Reports rewards that are NaN or infinite; `None`, for a reward that does not apply, is neither."""
+
+    def __init__(self, answer: Any, places: Sequence[int], of: int) -> None:
+        named = ", ".join(map(str, places[:10])) + (", ..." if len(places) > 10 else "")
+        super().__init__(f"{len(places)} of {of} rewards are NaN or infinite (completions {named})")
+        self.answer = answer
+        self.places = list(places)
+        self.of = of
+
+    @property
+    def all_of_them(self) -> bool:
+        """Whether every reward is NaN or infinite, and none is one that does not apply."""
+        return len(self.places) == self.of
+
+
+# ---- training fault: an exception of the user's training code, on its way out of this library ----
+
+
+class TrainingFault(Exception):
+    """Carries an exception of the user's training code out of this library, so that it is not taken for our bug."""
+
+    def __init__(self, error: Exception, others_wait: bool = False, others_know: bool = False) -> None:
+        super().__init__(text_of(error))
+        self.error = error
+        self.others_wait = others_wait
+        self.others_know = others_know
+
+
+# ---- symptom: one finding of a detector ----
+
+
+Severity = Literal["info", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Symptom:
+    """One finding of a detector."""
+
+    name: str
+    step: int
+    evidence: dict[str, Any]
+    severity: Severity = "warning"

@@ -15,9 +15,8 @@ import tenacity
 from tenacity import RetryCallState
 
 from ..config.healing_config import HealingConfig
-from ..exceptions import NonFiniteReward
 from .classify import attribute_of, classify_exception
-from .recipes import FailureType
+from .recipes import FailureType, NonFiniteReward
 
 
 T = TypeVar("T")

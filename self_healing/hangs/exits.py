@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config.healing_config import HealingConfig
-from ..files import replace_file
-from ..launcher import launch_of
+from ..system.files import replace_file
+from ..system.processes import launch_of
 
 
 logger = logging.getLogger("self_healing")

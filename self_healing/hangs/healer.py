@@ -11,11 +11,11 @@ from types import FrameType
 from ..healers.hangs.healer import JointExit
 from ..healers.hangs.watchdog import Watchdog
 from ..hf.adapter import Instrument
-from ..launcher import EXIT_FOR_RESTART
 from ..ranks.messages import Failure, Position, failure_of
 from ..run.claims import Claim
 from ..run.healer import Healer
 from ..run.run import RunContext
+from ..system.processes import EXIT_FOR_RESTART
 
 
 logger = logging.getLogger("self_healing")

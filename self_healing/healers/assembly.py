@@ -24,7 +24,7 @@ from ..hf.sections import Heartbeat
 from ..instrument.generated import save_generated
 from ..journal.journal import Journal
 from ..ranks import votes
-from ..ranks.others import OtherRanks
+from ..ranks.session import OtherRanks
 from ..restarts.attempts import Attempts
 from ..restarts.departure import Departure
 from ..restarts.remedies import LastResorts
@@ -35,7 +35,7 @@ from ..run.dispatch import Remedies
 from ..run.news import News
 from ..run.outcomes import Outcomes
 from ..run.run import RunContext
-from ..saved_state import take_over_whole
+from ..system.files import take_over_whole
 from .numerics.remedies import NumericsRemedies
 from .numerics.state import NumericsState
 from .oom.sizes import KnownSizes, MemoryRemedies, MemoryState

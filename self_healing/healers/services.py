@@ -9,9 +9,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..exceptions import NonFiniteReward
-from ..failures.classify import http_status, text_of
-from ..failures.recipes import Action, FailureType
+from ..failures.classify import http_status
+from ..failures.recipes import Action, FailureType, NonFiniteReward, text_of
 from ..failures.retry import Retry, RetryPolicy, may_pass
 from ..hf.services import ServiceGuard
 from ..journal.incident import Incident

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from transformers import Trainer
 
+from ..failures.recipes import TrainingFault
 from ..instrument.best_model import BestModel
 from ..instrument.deepspeed_engine import DeepSpeedEngine, WatchedDeepSpeed
 from ..instrument.generating import GenerationGuard
@@ -26,7 +27,6 @@ from ..instrument.phase import Phase
 from ..instrument.rates import Rates
 from ..instrument.save_schedule import SaveSchedule
 from ..instrument.training_call import TrainingCall
-from ..instrument.training_fault import TrainingFault
 from ..instrument.window import Window
 from ..ranks import votes
 from ..system.random_state import RandomState

@@ -13,6 +13,7 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher
 
 from ..ranks import votes
+from ..system import processes
 from .batches import Layout, layout_of
 from .objective import Objective
 
@@ -104,7 +105,7 @@ class DataPosition:
             return
         if isinstance(loader, DataLoaderDispatcher):
             self._loads_for = _ranks_served(loader)
-            if self._loads_for == 0 or not votes.is_first_rank():
+            if self._loads_for == 0 or not processes.is_first_rank():
                 # What workers of another rank prefetch from its sampler is never trained on.
                 return
         cls, position_now, sampled = type(sampler), self, self._sampled
@@ -157,7 +158,7 @@ class DataPosition:
         if len({None if each is None else len(each) for each in drawn}) > 1:
             # They are put together and cut in equal parts, filled up with rows of the first ones.
             return None
-        return drawn[votes.own_rank() if self._loads_for > 1 else 0]
+        return drawn[processes.own_rank() if self._loads_for > 1 else 0]
 
     # ---- where rows came from ----
 
@@ -172,7 +173,7 @@ class DataPosition:
             return unknown
         if self._streams():
             # A resumed stream has skipped batches nobody counted; several processes share it out between them.
-            if votes.world_size() > 1 or layout.kind == "segments" or self._began_at > 0:
+            if processes.world_size() > 1 or layout.kind == "segments" or self._began_at > 0:
                 return unknown
             before = self._rows + sum(self._count_rows(batch) for batch in earlier)
             return [RowSource(stream_ordinal=before + row) for row in range(layout.rows)]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 
-from ..ranks import votes
+from ..system import processes
 from .patching import Replacements
 
 
@@ -260,7 +260,7 @@ class Zero:
         zero.micro_step_id = 0 if self.shards_weights else -1
         zero._epilogue_ran_this_backward = False
         self.leave_backward()
-        if self.shards_weights and votes.world_size() == 1:
+        if self.shards_weights and processes.world_size() == 1:
             # Also what was gathered for a module whose forward or backward has raised. Several ranks, which gather
             # alike, end where one of them has raised.
             zero._partition_all_parameters()

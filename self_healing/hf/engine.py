@@ -9,11 +9,11 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from ..failures.recipes import TrainingFault
 from ..instrument.origin import Origin, watching_gradients, watching_outputs
 from ..instrument.preparing import preparing
-from ..instrument.training_fault import TrainingFault
 from ..ranks import votes
-from ..repeatability import lowest_precision
+from ..system.random_state import lowest_precision
 from .patching import Replacements
 from .view import TrainerView
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from ..extents import Search
+from ..failures.recipes import TrainingFault
 from ..instrument.device_memory import free_memory
 from ..instrument.gradients import named_gradients_of
 from ..instrument.loading import TrainingLoader
 from ..instrument.origin import Origin, nonfinite_in
-from ..instrument.training_fault import TrainingFault
 from ..instrument.window import Window
-from ..ranks import votes
-from ..repeatability import Repeatability, StepPrint
+from ..system import processes
+from ..system.random_state import Repeatability, StepPrint
 from .batches import Layout, select_rows
 
 
@@ -89,7 +89,7 @@ class StepExperiments:
         """Finds where the step first gives a number that is not finite; `None` where that cannot be seen."""
         found: Origin | None = None
         for index in range(self._window.size):
-            if found is None or votes.world_size() > 1:
+            if found is None or processes.world_size() > 1:
                 # Several processes compute equally many, because a loss may contain collectives.
                 here = self._window.until_it_fits(functools.partial(self._origin_in, index, backward=backward))
                 found = found or here

@@ -6,21 +6,21 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from ..exceptions import HealingFailed, UnrecoverableTrainingError
+from ..failures import recipes
 from ..failures.classify import classify_exception, comes_from_a_collective
-from ..failures.recipes import FailureType
+from ..failures.recipes import FailureType, HealingFailed, TrainingFault, UnrecoverableTrainingError
 from ..instrument.hooks import Hooks
 from ..instrument.on_exception import OnException
-from ..instrument.training_fault import TrainingFault
-from ..log_safely import log_safely
 from ..ranks import votes
+from ..system import processes
+from ..system.processes import log_safely
 from .patching import Replacements
 
 
 logger = logging.getLogger(__name__)
 
 # What has ended a job, or is about to, and is no failure of this library.
-_MEANT = (UnrecoverableTrainingError, HealingFailed, votes.Stranded, votes.RanksDisagree)
+_MEANT = (UnrecoverableTrainingError, HealingFailed, recipes.Stranded, votes.RanksDisagree)
 
 
 class Failsafe:
@@ -66,7 +66,7 @@ class Failsafe:
     def _contain(self, error: BaseException) -> bool:
         if not isinstance(error, Exception) or self.lets_pass(error):
             return False
-        if votes.world_size() == 1:
+        if processes.world_size() == 1:
             self.switch_off(error)
             return True
         if isinstance(error, TrainingFault):
@@ -82,7 +82,7 @@ class Failsafe:
             self.failure = error
             text = "self_healing failed on rank %d at step %s, and tells the others. Please report this traceback."
             step = self._trainer.state.global_step
-            log_safely(logger, logging.ERROR, text, votes.own_rank(), step, exc_info=error)
+            log_safely(logger, logging.ERROR, text, processes.own_rank(), step, exc_info=error)
         return True
 
     def _fail_where_ranks_meet(self, error: BaseException) -> bool:
@@ -92,14 +92,14 @@ class Failsafe:
 
     def _is_ours(self, error: BaseException) -> bool:
         """Whether it is a failure of this library on one of several ranks."""
-        several = votes.world_size() > 1 and isinstance(error, Exception)
+        several = processes.world_size() > 1 and isinstance(error, Exception)
         return several and not isinstance(error, TrainingFault) and not self.lets_pass(error)
 
     def failed(self, error: BaseException) -> HealingFailed:
         """Writes down a failure that ends the job, and gives what ends it."""
         self.give_back()
         self._hooks.ends_the_job(error)
-        return HealingFailed.on_rank(votes.own_rank(), int(self._trainer.state.global_step), error)
+        return HealingFailed.on_rank(processes.own_rank(), int(self._trainer.state.global_step), error)
 
     def lets_pass(self, error: BaseException) -> bool:
         """Whether an exception in this library is no failure of it, and ends `train()`; the trainer is given back."""
@@ -159,4 +159,4 @@ def is_meant(error: BaseException) -> bool:
     """Whether an exception in this library ends a run and is no failure of it, but of a process that is gone."""
     if isinstance(error, _MEANT) or classify_exception(error) is FailureType.PROCESS_DIED:
         return True
-    return votes.world_size() > 1 and comes_from_a_collective(error)
+    return processes.world_size() > 1 and comes_from_a_collective(error)

@@ -12,8 +12,8 @@ from typing import Literal, TypeVar
 import torch
 from transformers import GenerationMixin, Trainer
 
-from ..failures.classify import classify_exception, text_of
-from ..failures.recipes import FailureType
+from ..failures.classify import classify_exception
+from ..failures.recipes import FailureType, text_of
 from ..instrument.device_memory import free_memory, memory_figures
 
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..instrument.preparing import preparing
 from ..ranks import votes
+from ..system import processes
 from .deepspeed import Zero, zero_of
 from .memory import Place
 from .patching import Replacements
@@ -112,7 +113,7 @@ class OneRankRetry:
         sent = self._collectives is None or self._begun() != self._collectives
         if not sent and not votes.all_reach("no gradients are sent", seconds=20.0):
             raise RuntimeError(
-                f"step {self._view.step}: rank {votes.own_rank()} has sent no gradients, and the other ranks wait "
+                f"step {self._view.step}: rank {processes.own_rank()} has sent no gradients, and the other ranks wait "
                 "for them: its training_step took no backward pass, or called the model past its "
                 "DistributedDataParallel wrapper (where nothing counts, take the backward of 0.0 * loss)"
             )

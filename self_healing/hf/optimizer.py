@@ -15,6 +15,7 @@ from ..instrument.rates import Rates
 from ..instrument.step_mark import StepMark
 from ..instrument.window import Window
 from ..ranks import votes
+from ..system import processes
 from .deepspeed import engine_of
 from .hooks import Failsafe
 from .reentry import Reentry
@@ -102,7 +103,7 @@ class OptimizerStep:
     def _until_it_fits(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         while True:
             self._mark.set()
-            begun = self._begun() if votes.world_size() > 1 else None
+            begun = self._begun() if processes.world_size() > 1 else None
             try:
                 result = original(*args, **kwargs)
             except Exception as error:

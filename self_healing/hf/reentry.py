@@ -12,12 +12,11 @@ from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..failures.classify import classify_exception, describe_exception
-from ..failures.recipes import FailureType
+from ..failures.recipes import FailureType, TrainingFault
 from ..instrument.device_memory import free_memory
 from ..instrument.gradients import discard_gradients
 from ..instrument.phase import Phase
 from ..instrument.resume_point import Leave, Pending, ResumePoint
-from ..instrument.training_fault import TrainingFault
 from ..instrument.window import Window
 from ..system.random_state import RandomState
 from .dataloader import DataPosition

@@ -15,6 +15,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
 from ..ranks import votes
+from ..system import processes
 from .state import local, trained_tensors
 
 
@@ -61,7 +62,7 @@ class Replicas:
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, Group]]:
         trainer, ranks_of = self._trainer, functools.cache(_ranks_of)
         tensors = dict(trained_tensors(trainer))
-        everybody = tuple(range(votes.world_size()))
+        everybody = tuple(range(processes.world_size()))
         whole = trainer.accelerator.distributed_type in _REPLICATED
         whole &= not any(isinstance(each, DTensor) for each in tensors.values())
         # DDP does not reduce the gradients of those.
@@ -86,13 +87,13 @@ class Replicas:
             return torch.zeros(DIGEST_PARTS, device=device)
         names = [(name, group) for name, _, group in kept]
         if self._factors is None or self._factors[0] != names:
-            self._factors = names, factors_of(names, votes.own_rank()).to(device)
+            self._factors = names, factors_of(names, processes.own_rank()).to(device)
         sums = torch.stack([sum_of_bits(local(parameter)).to(device) for _, parameter, _ in kept])
         return digest_of(sums, self._factors[1])
 
     def fingerprint(self) -> str:
         """Gives the same text on all ranks as long as all keep the same; empty where not all keep anything."""
-        of_all = self.sums().get(tuple(range(votes.world_size())), {})
+        of_all = self.sums().get(tuple(range(processes.world_size())), {})
         return hashlib.sha256(repr(sorted(of_all.items())).encode()).hexdigest() if of_all else ""
 
     @torch.no_grad()
@@ -217,7 +218,7 @@ class Apart:
         cls, tensors: Mapping[str, torch.Tensor], apart: Mapping[Group, Sequence[str]], device: torch.device
     ) -> Self:
         """Finds elements of some tensors that are not the same on all ranks that keep them: a few of each."""
-        rank = votes.own_rank()
+        rank = processes.own_rank()
         group_of = {name: group for group, names in apart.items() if rank in group for name in names}
         bits = {name: _bits_of(tensors[name]) for name in list(group_of)[:_LOOKED_AT]}
         pieces = {name: [range(len(each))] for name, each in bits.items()}

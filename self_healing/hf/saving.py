@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import Trainer
 
 from ..checkpoints.choice import writes_checkpoints
+from ..failures import recipes
 from ..failures.classify import costs_its_save, describe_exception
 from ..instrument.zero_saving import saves_in_known_order, writes_of
 from ..ranks import votes
@@ -153,7 +154,7 @@ class SavingTogether:
 
 def _strand(error: Exception) -> NoReturn:
     told = f"the save failed on this rank ({describe_exception(error)[:300]}) before it met the others, who may wait"
-    raise votes.Stranded(told) from error
+    raise recipes.Stranded(told) from error
 
 
 def was_rotating(error: BaseException) -> bool:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..log_safely import log_safely
+from ..system.processes import log_safely
 
 
 logger = logging.getLogger("self_healing")

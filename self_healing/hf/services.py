@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from accelerate.utils import DistributedType
 
-from ..exceptions import NonFiniteReward
+from ..failures.recipes import NonFiniteReward
 from ..instrument.interception import Interception
 from ..instrument.reporting import events_of, is_tracker
 from ..ranks import votes
+from ..system import processes
 from .adapter import Instrument
 
 
@@ -79,7 +80,7 @@ class ServiceGuard:
             for name in _VLLM_REQUESTS:
                 if callable(getattr(client, name, None)):
                     self._guard_method(client, name, f"vLLM server ({name})")
-        if votes.world_size() > 1:
+        if processes.world_size() > 1:
             self._guard_user_code()
 
     def _guard_user_code(self) -> None:

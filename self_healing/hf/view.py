@@ -12,7 +12,7 @@ from ..instrument.colocated_engine import is_free_of_requests
 from ..instrument.gradients import is_sharded
 from ..instrument.models import autocast_dtype, fingerprint, models_of
 from ..instrument.objective import has_own_loss
-from ..ranks import votes
+from ..system import processes
 from .deepspeed import engine_of, why_not_healed, zero_of
 from .memory import with_room
 from .objective import Objective
@@ -33,7 +33,7 @@ class TrainerView:
         self._replaced = replaced
         # Neither changes while a trainer trains, and each step asks.
         self.device: torch.device = trainer.accelerator.device
-        self.world_size = votes.world_size()
+        self.world_size = processes.world_size()
         # Context and sequence parallelism: each process has some of the tokens of a row.
         self.shares_rows = _spreads_rows(trainer)
         self.under_deepspeed: bool = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED

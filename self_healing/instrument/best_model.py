@@ -13,6 +13,7 @@ from typing import Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..ranks import votes
+from ..system import processes
 
 
 logger = logging.getLogger("self_healing")
@@ -111,7 +112,7 @@ class BestModel:
         try:
             return original(*args, **kwargs)
         except Exception as error:
-            if votes.world_size() > 1 or self._versions() != before:
+            if processes.world_size() > 1 or self._versions() != before:
                 raise
             state = self._trainer.state
             theirs, state.best_model_checkpoint = str(state.best_model_checkpoint), None

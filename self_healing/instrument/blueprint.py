@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from ..files import jsonable
-from ..ranks import votes
+from ..system import processes
+from ..system.files import jsonable
 from .objective import has_own_loss
 
 
@@ -34,7 +34,7 @@ def blueprint_of(trainer: Any) -> dict[str, Any]:
             "precision": str(accelerator.mixed_precision),
             "autocast": bool(accelerator.native_amp),
             "device": accelerator.device.type,
-            "processes": votes.world_size(),
+            "processes": processes.world_size(),
             "directory": os.getcwd(),
         }
     )

@@ -9,6 +9,7 @@ import torch
 
 from ..ranks import votes
 from ..signals import StepSignals
+from ..system import processes
 from .kept_step import Control, Recording
 from .window import Window
 
@@ -82,7 +83,7 @@ class EarlierSteps:
             losses = [self._window.compute(call, last=index == last) for index, call in enumerate(control.calls)]
         total = torch.stack([loss.detach().float() for loss in losses]).sum()
         ranks = votes.sum_over_ranks("loss of an earlier step", total.reshape(1), total.device)
-        return ranks[0] / votes.world_size()
+        return ranks[0] / processes.world_size()
 
     def _until_it_fits(self, compute: Callable[[], float]) -> float:
         return self._engine.until_it_fits(compute, self._window.discard)

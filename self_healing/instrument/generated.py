@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..ranks import votes
+from ..system import processes
 from ..system.files import GENERATED_FILE
 
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 def save_generated(trainer: Any, checkpoint: Path) -> None:
     """Saves what is left of a generation cycle (GRPO, RLOO) with a checkpoint; at the end of a cycle nothing is."""
-    if votes.world_size() > 1:
+    if processes.world_size() > 1:
         return
     rows = generated_rows(trainer)
     if rows is not None:

@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
+from ..failures import recipes
 from ..failures.classify import classify_exception
-from ..failures.recipes import FailureType
+from ..failures.recipes import FailureType, TrainingFault
 from ..hf.engine import THROUGH
 from ..hf.hooks import Failsafe
 from ..hf.memory import OutOfMemory, Place, caught, is_out_of_memory, let_go
 from ..hf.sections import Heartbeat
 from ..hf.view import TrainerView
 from ..ranks import votes
+from ..system import processes
 from .device_memory import free_memory
 from .hooks import Hooks
-from .training_fault import TrainingFault
 from .window import Window
 
 
@@ -54,7 +55,7 @@ class MemoryRetry:
         if not self._failsafe.attached or not self._view.can_reexecute or not self._hooks.heals_memory:
             return None
         found = caught(error, self._view.device, place)
-        if found is None or votes.world_size() == 1:
+        if found is None or processes.world_size() == 1:
             return found
         if alone:
             return replace(found, alone=True)
@@ -125,7 +126,7 @@ class MemoryRetry:
         Whether a computation that is to heal another fault is tried once more after an exception: not where memory
         ran out and all has been tried, nor on several processes, where the others are waiting.
         """
-        if votes.world_size() > 1:
+        if processes.world_size() > 1:
             return False
         if is_out_of_memory(error) and not self._hooks.heals_memory:
             # Nothing is to be done where training runs out of memory; but this is none of what it computes.
@@ -161,10 +162,10 @@ class MemoryRetry:
 
     def _give_up_together(self, fault: TrainingFault) -> None:
         """Has all ranks give up an experiment in which training code has raised on this one."""
-        if votes.world_size() == 1 or fault.others_know:
+        if processes.world_size() == 1 or fault.others_know:
             return
         if fault.others_wait and not votes.all_reach(THROUGH, _COMPUTING_SECONDS):
-            raise votes.Stranded("an experiment failed on this rank alone") from fault.error
+            raise recipes.Stranded("an experiment failed on this rank alone") from fault.error
         fault.others_know = True
         with contextlib.suppress(votes.RankRaised):
             votes.tell_raised(self._view.device)

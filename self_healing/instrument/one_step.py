@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import DefaultFlowCallback, Trainer, TrainerCallback
 
+from ..failures.recipes import TrainingFault
 from ..hf.adapter import Instrument
 from ..system.random_state import RandomState
 from .hooks import Hooks
-from .training_fault import TrainingFault
 from .window import Window
 
 

@@ -11,6 +11,7 @@ from ..failures.classify import classify_exception, costs_its_save
 from ..failures.recipes import FailureType
 from ..hf.saving import SavingTogether, was_rotating
 from ..ranks import votes
+from ..system import processes
 from ..system.files import STATE_FILE
 from ..system.random_state import RandomState
 
@@ -50,7 +51,7 @@ class CheckpointSaving:
     def write(self, save: Callable[..., None], model: Any, trial: Any, *args: Any, **kwargs: Any) -> bool:
         """Calls the Trainer's `_save_checkpoint`."""
         trainer, together = self._trainer, SavingTogether(self._trainer)
-        several = votes.world_size() > 1
+        several = processes.world_size() > 1
         if several and not together.possible:
             save(model, trial, *args, **kwargs)
             return True
@@ -79,7 +80,7 @@ class CheckpointSaving:
                         # One that is to be written again may have been marked as incomplete before.
                         complete = str(checkpoint / STATE_FILE) in before
                         untouched = complete and _files_of(checkpoint) == before
-                        decides = votes.is_first_rank()
+                        decides = processes.is_first_rank()
                         again = decides and self._outcomes.failed(error, checkpoint, step, best, untouched)
                 if written:
                     return True
@@ -106,7 +107,7 @@ class CheckpointSaving:
         if failed:
             return None
         again = wanted > 0
-        if not votes.is_first_rank():
+        if not processes.is_first_rank():
             with self._contained():
                 self._outcomes.failed_together(error, checkpoint, step, again)
         return again

@@ -14,6 +14,7 @@ from ..hf.engine import Call
 from ..hf.patching import Replacements
 from ..hf.sections import Heartbeat
 from ..ranks import votes
+from ..system import processes
 from .generating import NotGenerated
 from .hooks import Hooks
 
@@ -77,7 +78,7 @@ class TrainingCall:
 
     def _is_raised_by_all(self, error: BaseException) -> bool:
         """Whether no rank waits in a collective that this one never reached: weights that are NaN are so on all."""
-        if votes.world_size() == 1 or isinstance(error, NotGenerated):
+        if processes.world_size() == 1 or isinstance(error, NotGenerated):
             return True
         return votes.all_reach(f"an exception in training step {self._calls}", _ALIKE_SECONDS)
 

@@ -18,13 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from ..config.healing_config import HealingConfig
-from ..detectors.symptom import Severity, Symptom
-from ..failures.recipes import FAILURE_RECIPES, Action, FailureType
-from ..files import append_line, jsonable, replace_file
-from ..log_safely import log_safely
-from ..system.files import EVENTS_FILE
-from .headline import headline
-from .incident import HEALED, IN_DOUBT, OF_RANK, Incident, describe, figures
+from ..failures.recipes import FAILURE_RECIPES, Action, FailureType, Severity, Symptom
+from ..system.files import EVENTS_FILE, append_line, jsonable, replace_file
+from ..system.processes import log_safely
+from .incident import HEALED, IN_DOUBT, OF_RANK, Incident, describe, figures, headline
 from .postmortem import (
     Directions,
     Postmortem,

@@ -18,10 +18,9 @@ import accelerate
 import torch
 import transformers
 
-from ..failures.classify import text_of
-from ..failures.recipes import FAILURE_RECIPES, FailureType
-from ..known_errors import KnownError, match_known_error
-from ..ranks import votes
+from ..failures.classify import KnownError, match_known_error
+from ..failures.recipes import FAILURE_RECIPES, FailureType, text_of
+from ..system import processes
 from ..system.files import POSTMORTEM_FILE
 from .incident import Incident
 
@@ -142,7 +141,7 @@ def postmortem_of_rank(directory: Path, rank: int) -> Path:
 
 def set_aside_postmortems(directory: Path, rank: int, run_id: str) -> None:
     """Renames the postmortem of an earlier run, so that one that is there is always that of the last run."""
-    gone = [path for other, path in _of_other_ranks(directory) if other >= votes.world_size()]
+    gone = [path for other, path in _of_other_ranks(directory) if other >= processes.world_size()]
     for stale in [postmortem_of_rank(directory, rank), *(gone if rank == 0 else ())]:
         if stale.exists():
             stale.rename(stale.with_name(f"{stale.stem}.before-{run_id}.json"))

@@ -13,9 +13,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from ..log_safely import log_safely
-from .headline import headline
-from .incident import Incident
+from ..system.processes import log_safely
+from .incident import Incident, headline
 
 
 NAME = "[self_healing]"

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 
 from ..checkpoints.choice import mark_suspect, older_checkpoints
-from ..exceptions import DamagedCheckpointError
-from ..failures.recipes import Action, FailureType
+from ..failures.recipes import Action, DamagedCheckpointError, FailureType
 from ..instrument.window import Window
 from ..ranks import votes
 from ..run.dispatch import HealingContext
+from ..system import processes
 from .healer import NumericsHealer
 from .resume_trial import try_older_checkpoints
 
@@ -63,7 +63,7 @@ class DamagedCheckpointHealer(NumericsHealer):
         self.numerics.on_trial = False
         cause = "the checkpoint it was resumed from"
         run.journal.diagnosed(incident, FailureType.DAMAGED_CHECKPOINT, cause, {"damaged": trial.damaged})
-        if votes.is_first_rank() and self.args.should_save:
+        if processes.is_first_rank() and self.args.should_save:
             for damaged in trial.damaged:
                 mark_suspect(damaged, str(self.args.output_dir), incident.id)
         if run.may_enter_again and run.budget.spend(instrument.view.step):

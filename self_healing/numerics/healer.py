@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..detectors.symptom import Symptom
-from ..failures.recipes import FailureType
+from ..failures.recipes import FailureType, Symptom
 from ..healers.numerics.detectors.panel import DetectorPanel
 from ..healers.numerics.state import NumericsState
 from ..hf.adapter import Instrument
@@ -18,6 +17,7 @@ from ..rollback.rollback import Rollback
 from ..run.incidents import OpenIncident
 from ..run.run import RunContext
 from ..signals import StepSignals
+from ..system import processes
 from .offending_batch import save_offending_batch
 
 
@@ -60,7 +60,7 @@ class NumericsHealer:
     def ranks_where(self, question: str, flag: bool) -> dict[str, list[int]]:
         """Evidence of the ranks on which something is so; none on one process. Every rank has to come."""
         found = votes.ranks_where(question, flag, self.instrument.view.device)
-        return {"ranks": found} if found and votes.world_size() > 1 else {}
+        return {"ranks": found} if found and processes.world_size() > 1 else {}
 
     def ranks_with(self, nonfinite: Sequence[str]) -> dict[str, list[int]]:
         """Evidence of the ranks whose state is not finite, and not only gathered from others. As [`ranks_where`]."""

@@ -10,8 +10,7 @@ from statistics import median
 from typing import Any
 
 from ..config.healing_config import HealingConfig
-from ..detectors.symptom import Symptom
-from ..failures.recipes import FailureType
+from ..failures.recipes import FailureType, Symptom
 from ..healers.numerics.detectors.panel import DetectorPanel
 from ..journal.incident import Incident
 from ..journal.journal import Journal

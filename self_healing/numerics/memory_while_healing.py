@@ -6,16 +6,14 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from ..exceptions import UnrecoverableTrainingError
 from ..failures.classify import describe_exception
-from ..failures.recipes import Action, Cause, FailureType
+from ..failures.recipes import Action, Cause, FailureType, TrainingFault, UnrecoverableTrainingError
 from ..hf.memory import is_out_of_memory, let_go
 from ..instrument.device_memory import free_memory, memory_figures
-from ..instrument.training_fault import TrainingFault
 from ..instrument.window import Window
 from ..journal.incident import Incident
-from ..ranks import votes
 from ..run.dispatch import HealingContext
+from ..system import processes
 from .healer import NumericsHealer
 
 
@@ -56,7 +54,7 @@ class MemoryWhileHealing(NumericsHealer):
 
     def _memory_ran_out(self, error: Exception) -> Exception | None:
         """The out-of-memory error in which healing has ended; `None` for any other, and where somebody heals it."""
-        if votes.world_size() > 1:
+        if processes.world_size() > 1:
             # The others wait for this one.
             return None
         if isinstance(error, TrainingFault):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import NoReturn
 
-from ..detectors.symptom import Symptom
-from ..failures.recipes import FAILURE_RECIPES, Action, Cause, FailureType
+from ..failures.recipes import FAILURE_RECIPES, Action, Cause, FailureType, Symptom
 from ..healers.numerics.diagnosis import diagnose, diagnose_start
 from ..healers.numerics.healer import RollbackClimb
 from ..healers.numerics.state import NumericsState

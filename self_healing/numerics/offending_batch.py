@@ -13,10 +13,10 @@ import torch
 
 from ..failures.classify import classify_exception
 from ..failures.recipes import FailureType
-from ..files import rank_in
 from ..instrument.blueprint import blueprint_of, kept_weights
 from ..instrument.window import Window
 from ..journal.incident import Incident
+from ..system.files import rank_in
 
 
 logger = logging.getLogger("self_healing")

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
+from ..failures.recipes import TrainingFault
 from ..hf.memory import let_go
 from ..instrument.earlier_steps import EarlierSteps
 from ..instrument.kept_step import Control
-from ..instrument.training_fault import TrainingFault
 from ..instrument.window import Window
 from ..rollback.snapshots import Snapshot
 from ..rollback.trials import StateTrials

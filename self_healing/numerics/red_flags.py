@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..detectors.symptom import Symptom
-from ..failures.recipes import Action, FailureType
+from ..failures.recipes import Action, FailureType, Symptom
 from ..healers.numerics.healer import RollbackClimb
 from ..healers.numerics.state import NumericsState
 from ..instrument.window import Window

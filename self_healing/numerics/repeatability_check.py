@@ -8,8 +8,8 @@ from ..hf.experiments import StepExperiments
 from ..instrument.window import Window
 from ..journal.incident import Incident
 from ..journal.journal import Journal
-from ..ranks import votes
-from ..repeatability import Repeatability
+from ..system import processes
+from ..system.random_state import Repeatability
 
 
 logger = logging.getLogger("self_healing")
@@ -39,7 +39,7 @@ class RepeatabilityCheck:
 
     def measure(self, window: Window) -> None:
         """Measures it with a healthy step, unless that was done, and journals it."""
-        if not self._measured and votes.world_size() == 1:
+        if not self._measured and processes.world_size() == 1:
             # On several processes, one on which it failed would leave the others waiting.
             self._measured = True
             self.found = StepExperiments(window).repeatability()
@@ -53,7 +53,7 @@ class RepeatabilityCheck:
         for incident, apart in self.owed:
             repeats = "not measured" if self.found is None else str(self.found)
             self.journal.event("repeats", step, incident=incident.id, repeats=repeats, **measured)
-            if apart and repeats != "within noise" and votes.world_size() == 1:
+            if apart and repeats != "within noise" and processes.world_size() == 1:
                 self.journal.doubt = f"applied again, losses are {apart:.1g} off; a step computed twice: {repeats}"
                 self.journal.dealt_with(incident)
         self.owed.clear()

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from ..failures.recipes import TrainingFault
 from ..instrument.earlier_steps import EarlierSteps
-from ..instrument.training_fault import TrainingFault
 from ..instrument.window import Window
 from ..rollback.trials import StateTrials
 from ..signals import StepSignals

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..detectors.symptom import Symptom
-from ..failures.recipes import Action, Cause, FailureType
+from ..failures.recipes import Action, Cause, FailureType, Symptom
 from ..healers.numerics.healer import RollbackClimb
 from ..healers.numerics.loss import DivergenceHealer
 from ..healers.numerics.state import NumericsState

@@ -1,15 +1,28 @@
-"""What the ranks of a job tell each other: records, and their form in the store."""
+"""What ranks tell each other outside of votes, through the store of the job: where they are, what failed."""
 
 from __future__ import annotations
 
+import json
+import logging
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from typing import Any, Self
 
-from ..exceptions import DamagedCheckpointError, UnrecoverableTrainingError
+import torch.distributed
+
 from ..failures.classify import classify_exception, comes_from_a_collective, describe_exception
-from ..failures.recipes import FailureType
+from ..failures.recipes import DamagedCheckpointError, FailureType, UnrecoverableTrainingError
+from ..system import processes
+from . import votes
+
+
+logger = logging.getLogger("self_healing")
+
+
+# ---- posts: what the ranks of a job tell each other: records, and their form in the store ----
 
 
 # Of the text of an error: what fits on a line.
@@ -135,3 +148,131 @@ def failure_of(error: BaseException, rank: int, step: int, section: str) -> Fail
 def first_of(failures: list[Failure]) -> Failure | None:
     """Finds the failure that others followed from: the earliest that no collective has raised."""
     return next((each for each in failures if not each.follows), failures[0] if failures else None)
+
+
+# ---- naming: says which rank the others wait for ----
+
+
+def waited_for(here: Position, others: Mapping[int, Position]) -> int | None:
+    """Finds a rank that this one may be waiting for, and that is within its own limits: a wait for it is no hang."""
+    for rank, other in others.items():
+        if not other.training or other.collective is not None or other.left <= 0:
+            continue
+        if other.on_purpose or here.collective is not None or other.progress < here.progress:
+            return rank
+    return None
+
+
+def behind(positions: Mapping[int, Position]) -> list[int]:
+    """
+    Finds the ranks that the others wait for: those in no collective, and of these the ones that have come least far.
+    """
+    moving = {rank: each for rank, each in positions.items() if each.training and each.collective is None}
+    least = min((each.progress for each in moving.values()), default=None)
+    found = sorted(rank for rank, each in moving.items() if each.progress == least)
+    return [] if len(found) == len(positions) else found
+
+
+def where_all_wait(positions: Mapping[int, Position]) -> str:
+    """Describes where ranks are of which none is waited for: without times, so that all of them say the same."""
+    together: dict[str, list[int]] = {}
+    for rank, each in sorted(positions.items()):
+        line = each.called_from or each.line or "an unknown line"
+        called = "" if each.called_from is None else f", called at {each.called_from}"
+        where = f"at {line}" if each.collective is None else f"in {each.collective}{called}"
+        together.setdefault(where, []).append(rank)
+    named = "; ".join(f"{_named(ranks)} {where}" for where, ranks in together.items())
+    if len(positions) == 1:
+        return f"{named}, and nothing is known of the others"
+    if any(each.collective is None for each in positions.values()):
+        return f"no rank is behind the others: {named}"
+    return f"the ranks wait in {'the same collective' if len(together) == 1 else 'different collectives'}: {named}"
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def where_all_are(positions: Mapping[int, Position]) -> str:
+    """Describes where the ranks are, those that are at the same place together; the ones waited for come first."""
+    together: dict[str, list[int]] = {}
+    first = behind(positions)
+    for rank in [*first, *(each for each in sorted(positions) if each not in first)]:
+        together.setdefault(str(positions[rank]), []).append(rank)
+    named = " ".join(
+        f"Rank {ranks[0]}: {where}." if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}: each {where}."
+        for where, ranks in together.items()
+    )
+    if not first:
+        return named
+    return f"The others wait for rank {', '.join(map(str, first))}. {named}"
+
+
+# ---- channel: a connection to the store of the job, for what ranks have to say while collectives are blocked ----
+
+
+# Any: the stores are there only where torch was built with distributed, and it does not say that it exports them.
+dist: Any = torch.distributed
+
+# What connecting may take, in seconds. Nothing else waits: what is read is asked for first.
+_CONNECTING = timedelta(seconds=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of this process in a job of several."""
+
+    rank: int
+    ranks: int
+    host: str
+    port: int
+
+
+class SideChannel:
+    """Reads and writes small records in the store that the ranks of a job have found each other by."""
+
+    def __init__(self, place: Place, name: str) -> None:
+        self._place = place
+        store = self._connected()
+        # A launcher that starts the job again may keep the store, and a script may train several times.
+        prefix = f"self_healing/{votes.meeting()}/{name}"
+        times = dist.PrefixStore(prefix, store).add(f"opened/{place.rank}", 1)
+        self._prefix = f"{prefix}/{times}"
+        self._store = dist.PrefixStore(self._prefix, store)
+
+    def connect_again(self) -> None:
+        """Goes on over another connection, where the one there was is lost."""
+        # What torch says of a store that is not there is many lines.
+        socket.create_connection((self._place.host, self._place.port), _CONNECTING.total_seconds()).close()
+        self._store = dist.PrefixStore(self._prefix, self._connected())
+
+    def _connected(self) -> Any:
+        host, port = self._place.host, self._place.port
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECTING)
+
+    def put(self, key: str, record: Mapping[str, Any]) -> None:
+        """Writes a record."""
+        self._store.set(key, json.dumps(record))
+
+    def read(self, keys: Sequence[str]) -> list[dict[str, Any]] | None:
+        """Reads records; `None` as long as one of them is not there."""
+        if not self._store.check(list(keys)):
+            return None
+        return [json.loads(content) for content in self._store.multi_get(list(keys))]
+
+    def add(self, key: str, number: int) -> int:
+        """Adds to a number that begins with 0, and returns it."""
+        return int(self._store.add(key, number))
+
+
+def place_in_job() -> Place | None:
+    """Gives the place of this process; `None` where there is only one, or no store that can be connected to."""
+    if processes.world_size() == 1:
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        logger.info("The store of this job cannot be connected to: ranks do not tell each other what ends them.")
+        return None
+    return Place(dist.get_rank(), dist.get_world_size(), store.host, store.port)

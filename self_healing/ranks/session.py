@@ -1,4 +1,4 @@
-"""`Session`: a thread that tells the other ranks that this one lives, and notices when one of them does not."""
+"""Notices ranks that are gone, and tells the others where this one is."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..failures.recipes import FailureType
-from ..log_safely import log_safely
-from ..system.processes import Process, State
-from .channel import Place, SideChannel
-from .messages import Failure, Position, failure_of_leaving, first_of
-from .naming import waited_for
+from ..system.processes import Process, State, log_safely
+from .messages import Failure, Place, Position, SideChannel, failure_of_leaving, first_of, place_in_job, waited_for
 
 
 logger = logging.getLogger("self_healing")
+
+
+# ---- session: a thread that tells the other ranks that this one lives, and notices when one of them does not ----
+
 
 # All times in signs of life that are due meanwhile, by default seconds. Once something has happened, the others are
 # listened to as often.
@@ -399,3 +400,71 @@ class Session:
         if channel is not None:
             self._post(channel, failure)
         self._on_failure(failure)
+
+
+# ---- others: the other ranks of the job, beside its collectives ----
+
+
+class OtherRanks:
+    """
+    The other ranks of the job, as far as they tell: that they live, where they are, and what one of them has failed
+    with.
+    """
+
+    def __init__(self, name: str, interval: float = 1.0) -> None:
+        self._name, self._interval = name, interval
+        self._session: Session | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether there are other ranks, and they are listened to."""
+        return self._session is not None
+
+    @property
+    def rank(self) -> int:
+        """This rank; 0 where there is no other."""
+        return 0 if self._session is None else self._session.rank
+
+    @property
+    def failures(self) -> list[Failure]:
+        """What ranks have failed with, this one included, in the order in which it was told."""
+        return [] if self._session is None else list(self._session.failures)
+
+    def watch(
+        self,
+        look: Callable[[], Position],
+        on_failure: Callable[[Failure], None],
+        place: Place | None = None,
+        process: Process | None = None,
+    ) -> None:
+        """Begins to tell and to listen, or goes on with it."""
+        if self._session is not None and self._session.own is not None:
+            # train() is entered once more all the same: the code around it has let the exception pass.
+            self.leave()
+        place = place or place_in_job()
+        if self._session is None and place is not None:
+            process = process or Process.this_one()
+            self._session = Session(place, self._name, self._interval, look, on_failure, process)
+
+    def tell(self, failure: Failure, within: float = 1.0) -> None:
+        """Tells all ranks that one has failed."""
+        if self._session is not None:
+            self._session.tell(failure, within)
+
+    def leave(self, within: float = 1.0) -> None:
+        """Says goodbye: from here on this rank may end, and no other one is watched."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.leave(within)
+
+    def first_failure(self, within: float = 0.0) -> Failure | None:
+        """Gives the failure that ended the job, as far as it is known."""
+        return None if self._session is None else self._session.first_failure(within)
+
+    def positions(self, within: float = 0.0) -> dict[int, Position]:
+        """Gives where the ranks are that are known to live, this one among them."""
+        return {} if self._session is None else self._session.positions(within)
+
+    def waited_for(self, here: Position) -> tuple[int, Position] | None:
+        """Finds a rank that this one may wait for without being taken for hanging."""
+        return None if self._session is None else self._session.waited_for(here)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..files import rank_in
 from ..report.healing_report import HealingReport
+from ..system.files import rank_in
 
 
 class ReplayError(ValueError):

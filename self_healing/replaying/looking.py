@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..failures.recipes import TrainingFault
 from ..healers.numerics.diagnosis import find_poison_rows
 from ..hf.experiments import StepExperiments
 from ..instrument.origin import Origin
-from ..instrument.training_fault import TrainingFault
 from ..instrument.window import Window
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..failures.recipes import FailureType
-from ..files import parse_lines, rank_in
 from ..journal.incident import Incident, counted
 from ..run.status import RunState, RunStatus, looked_up, read_status
-from ..system.files import EVENTS_FILE
+from ..system.files import EVENTS_FILE, parse_lines, rank_in
 
 
 # That of the events which are read here; a journal of another one is read as far as it is alike, and named.

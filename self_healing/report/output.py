@@ -16,10 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..files import replace_file
 from ..journal.incident import counted
 from ..run.status import RunState
-from ..system.files import BRIEFING_FILE, REPORT_FILE, is_foreign_report
+from ..system.files import BRIEFING_FILE, REPORT_FILE, is_foreign_report, replace_file
 from .healing_report import HealingReport
 from .reading import read_run
 from .records import (

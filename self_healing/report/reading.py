@@ -11,12 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.marker import checkpoints_in, load_marker, number_of, read_marker
-from ..files import of_rank, parse_lines
 from ..journal.incident import counted
 from ..journal.step_log import step_log_of
 from ..run.record import Attempt, RunRecord, UnreadableRecordError
 from ..run.status import RunState, RunStatus
-from ..system.files import BRIEFING_FILE, EVENTS_FILE, MARKER_FILE, PINNED_DIR, POSTMORTEM_FILE, REPORT_FILE
+from ..system.files import (
+    BRIEFING_FILE,
+    EVENTS_FILE,
+    MARKER_FILE,
+    PINNED_DIR,
+    POSTMORTEM_FILE,
+    REPORT_FILE,
+    of_rank,
+    parse_lines,
+)
 from .advice import next_steps
 from .healing_report import HealingReport
 from .journals import Journals, read_journals, status_in

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from ..files import jsonable
 from ..journal.incident import counted as counted
 from ..journal.incident import lost_steps
 from ..journal.step_log import StepRow
+from ..system.files import jsonable
 
 
 # Named in every JSON file and output; the number goes up when a key is renamed, removed, or means something else.

@@ -14,10 +14,10 @@ from ..healers.restarts.shared_memory import MemoryStart
 from ..hf.adapter import Instrument
 from ..instrument.resume_point import ResumePoint
 from ..journal.incident import Incident
-from ..launcher import launch_of
 from ..run.record import Ending, RunRecord, warn_about_parts
 from ..run.run import RunContext
 from ..run.status import RunState, StatusKeeper
+from ..system.processes import launch_of
 
 
 class HealedSteps(Protocol):

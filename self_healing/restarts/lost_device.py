@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 
-from ..failures.classify import describe_exception, text_of
-from ..failures.recipes import FailureType
+from ..failures.classify import describe_exception
+from ..failures.recipes import FailureType, text_of
 from ..healers.restarts.ending import RunEnding
-from ..launcher import EXIT_FOR_RESTART, restarts_on_exit
 from ..run.record import Ending
+from ..system.processes import EXIT_FOR_RESTART, restarts_on_exit
 from .process_exit import end_process_with
 
 

@@ -15,12 +15,12 @@ from ..failures.retry import RetryPolicy
 from ..healers.restarts.emergency import save_emergency_checkpoint
 from ..healers.restarts.ending import RunEnding
 from ..hf.adapter import Instrument
-from ..ranks import votes
 from ..rollback.last_step import LastStep
 from ..rollback.rollback import Rollback
 from ..run.dispatch import CarryOut, HealingContext
 from ..run.run import RunContext
 from ..run.went_back import Target
+from ..system import processes
 from .attempts import Attempts
 
 
@@ -54,7 +54,7 @@ class LastResorts:
         why = self._not_worth_saving(context)
         if why:
             return {"checkpoint": None, "why": why, "happened": False}
-        if votes.world_size() > 1:
+        if processes.world_size() > 1:
             self.last_step.leave(context.running)
         try:
             checkpoints = self.rollback.checkpoints
@@ -110,6 +110,6 @@ class LastResorts:
 
 def _why_there_is_none(instrument: Instrument) -> str:
     """Says why an emergency checkpoint was not even begun."""
-    if votes.world_size() > 1:
+    if processes.world_size() > 1:
         return "several processes train together, and the others may not be able to save"
     return f"the weights cannot be trusted: it happened {instrument.reentry.phase.value}"

@@ -15,6 +15,7 @@ from ..instrument.generated import load_generated
 from ..instrument.resume_point import Leave, Pending
 from ..ranks import votes
 from ..run.run import RunContext
+from ..system import processes
 from .attempts import Attempts
 
 
@@ -54,7 +55,7 @@ def continue_bookkeeping(
             # A process that had to leave, or was killed after an exception, had no time for it.
             leave = instrument.reentry.deliver_pending(resumed_from, *owes, run.started_at)
             # What several ranks have written together stays as it is, and owes it again if it is resumed from again.
-            if votes.world_size() == 1 and not attempts.in_memory(resumed_from):
+            if processes.world_size() == 1 and not attempts.in_memory(resumed_from):
                 write_again(instrument, Path(resumed_from), run.run_id, leave, later=run.checksums)
 
 

@@ -10,12 +10,12 @@ from enum import Enum, auto
 from typing import Any
 
 from ..failures.classify import describe_exception
+from ..failures.recipes import TrainingFault
 from ..instrument.earlier_steps import EarlierSteps
 from ..instrument.kept_step import Recording
-from ..instrument.training_fault import TrainingFault
 from ..instrument.window import Window
-from ..repeatability import tolerance
 from ..signals import StepSignals
+from ..system.random_state import tolerance
 
 
 logger = logging.getLogger("self_healing")

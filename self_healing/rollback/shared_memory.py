@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from ..hf.replicas import sum_of_all
 from ..hf.state import LiveState, local
 from ..instrument.resume_record import ResumeRecord
-from ..ranks import votes
+from ..system import processes
 from .copied_state import Place, TensorCopy, leaves
 from .host_memory import HostBlock
 from .snapshots import Snapshot
@@ -337,7 +337,7 @@ def _kind_of(live: LiveState) -> str:
 def _layouts_of(live: LiveState) -> list[Layout]:
     """Lists which parts of its parameters an optimizer has on this rank."""
     if live.partitioning is not None:
-        everybody = list(range(votes.world_size()))
+        everybody = list(range(processes.world_size()))
         parts = zip(live.partitioning.masters, live.partitioning.parts, strict=True)
         return [(tuple(master.shape), (f"ZeRO (parameters {part})", everybody)) for master, part in parts]
     ranks: dict[int, list[Any]] = {}

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from ..exceptions import DamagedCheckpointError
 from ..failures.classify import classify_exception
-from ..failures.recipes import Action, FailureType
+from ..failures.recipes import Action, DamagedCheckpointError, FailureType
 from ..journal.incident import Incident
 from ..journal.journal import Journal
 from .outcomes import Outcomes

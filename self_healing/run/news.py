@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from ..files import jsonable
 from ..ranks import votes
+from ..system import processes
+from ..system.files import jsonable
 
 
 # The vote in which it is told.
@@ -35,7 +36,7 @@ class News:
 
     def tell(self, subject: str, record: Callable[[], Record]) -> None:
         """Tells the other ranks, when all of them meet the next time. Does nothing in a job of one process."""
-        if votes.world_size() > 1:
+        if processes.world_size() > 1:
             self._untold.append((subject, record))
 
     def on(self, subject: str, take: Callable[[int, Record], None]) -> None:
@@ -44,7 +45,7 @@ class News:
 
     def exchange(self, device: torch.device) -> None:
         """Tells, and takes in what the others tell; every rank has to come."""
-        if votes.world_size() == 1:
+        if processes.world_size() == 1:
             return
         # Told from other threads as well.
         told = self._untold[:]

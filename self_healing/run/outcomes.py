@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..failures.recipes import Action, FailureType
-from ..files import jsonable
 from ..journal.incident import HEALED, Incident
 from ..journal.journal import Journal
+from ..system.files import jsonable
 
 
 @dataclass(slots=True)

@@ -15,10 +15,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-from ..files import jsonable, replace_file
 from ..journal.incident import Incident
 from ..restarts.progress_mark import PROGRESS_FILE, ProgressMark, read_mark
-from ..saved_state import completed
+from ..system.files import completed, jsonable, replace_file
 from ..system.processes import Process, machine
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from ..checkpoints.marker import ChecksumQueue
 from ..config.healing_config import HealingConfig
-from ..detectors.symptom import Severity
+from ..failures.recipes import Severity
 from ..hf.adapter import Instrument
 from ..hf.sections import Heartbeat
 from ..journal.incident import Incident
 from ..journal.journal import Journal
 from ..journal.terminal import Terminal
-from ..ranks.others import OtherRanks
+from ..ranks.session import OtherRanks
 from .budget import RecoveryBudget
 from .dispatch import Remedies
 from .healer import Healers

@@ -15,9 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ..files import replace_file
 from ..restarts.progress_mark import PROGRESS_FILE, ProgressMark, read_mark
-from ..saved_state import completed
+from ..system.files import completed, replace_file
 from ..system.processes import Process, State, state_of
 from .record import Ending
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..failures.classify import is_error, text_of
-from ..failures.recipes import Action, FailureType
+from ..failures.classify import is_error
+from ..failures.recipes import Action, FailureType, text_of
 from ..failures.retry import RetryPolicy
 from ..journal.incident import Incident
 from ..run.run import RunContext

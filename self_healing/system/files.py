@@ -1,16 +1,123 @@
-"""The files that self_healing writes beside those of the Trainer: their names, and a `.gitignore` that hides them."""
+"""Files that a killed process leaves whole, and the names of all files that this library writes."""
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
+import math
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, Protocol
 
 
 logger = logging.getLogger("self_healing")
+
+
+# ---- files ----
+
+
+# Of values within values: a user's may hold themselves.
+_DEEPEST = 20
+_RANK = re.compile(r"\.rank(\d+)\b")
+
+
+def jsonable(value: Any, depth: int = 0) -> Any:
+    """Converts a value to strict JSON: a number that is not finite becomes its name, anything unknown its repr."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    try:
+        if isinstance(value, Mapping) and depth < _DEEPEST:
+            return {str(key): jsonable(inner, depth + 1) for key, inner in value.items()}
+        if isinstance(value, (list, tuple, set, frozenset)) and depth < _DEEPEST:
+            return [jsonable(inner, depth + 1) for inner in value]
+        return repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+
+
+def replace_file(path: Path, text: str, *, sync: bool = False, make_directory: bool = True) -> None:
+    """
+    Writes a file, whole or not at all: beside it first, so that neither a kill nor a hard link to the old one sees a
+    part.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    if make_directory:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def of_rank(path: Path, rank: int) -> Path:
+    """Names the file that a rank has for itself, beside that of the first one: `name.rank1.json`."""
+    return path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+def rank_in(path: Path) -> int:
+    """Reads which rank a file is of from its name, as [`of_rank`] has put it there; 0 if none is named."""
+    found = _RANK.search(path.name)
+    return 0 if found is None else int(found[1])
+
+
+def append_line(path: str | os.PathLike[str], line: Mapping[str, Any], sync: bool = False) -> None:
+    """Appends a line in one write: several processes may do so at once."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    text = (json.dumps(jsonable(line)) + "\n").encode()
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        if _ends_torn(descriptor):
+            text = b"\n" + text
+        if os.write(descriptor, text) < len(text):
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {os.fspath(path)}")
+        if sync:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _ends_torn(descriptor: int) -> bool:
+    size = os.fstat(descriptor).st_size
+    if size == 0:
+        return False
+    os.lseek(descriptor, size - 1, os.SEEK_SET)
+    return os.read(descriptor, 1) != b"\n"
+
+
+def parse_lines(text: str) -> tuple[list[dict[str, Any]], int]:
+    """Reads lines as far as they are whole."""
+    found, torn = [], 0
+    for line in text.split("\n"):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            torn += 1
+            continue
+        if isinstance(entry, dict):
+            found.append(entry)
+        else:
+            torn += 1
+    return found, torn
+
+
+# ---- own files ----
+
 
 # In each checkpoint: of the Trainer, which writes it last; the marker of a complete one; what is left of a generation
 # cycle.
@@ -146,3 +253,74 @@ def _is_own_gitignore(path: Path) -> bool:
         return path.read_text(encoding="utf-8").startswith(_HEADER)
     except (OSError, ValueError):
         return False
+
+
+# ---- saved state ----
+
+
+# JSON knows whole numbers of any size. With larger ones no float could be reckoned.
+_PAST_ANY_NUMBER = 1 << 1000
+
+
+class Stateful(Protocol):
+    """A part whose state can be saved and loaded."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def completed(template: Mapping[str, Any], saved: Any, name: str, odd: list[str]) -> dict[str, Any]:
+    """Completes a template with the values of a saved record that fit."""
+    if not isinstance(saved, Mapping):
+        odd.append(name)
+        return dict(template)
+    found = dict(template)
+    for key, usual in template.items():
+        if key in saved and _fits(usual, saved[key]):
+            found[key] = saved[key]
+        else:
+            odd.append(f"{name}.{key}")
+    return found
+
+
+def take_over(part: Stateful, saved: Any, name: str, odd: list[str]) -> None:
+    """Loads the saved state of a part, key by key; keys that it cannot take stay as they are in the part."""
+    taken = part.state_dict()
+    for key, value in completed(taken, saved, name, odd).items():
+        if not _try_to_load(part, taken | {key: value}):
+            odd.append(f"{name}.{key}")
+            part.load_state_dict(taken)
+        else:
+            taken[key] = value
+
+
+def take_over_whole(part: Stateful, saved: Any) -> bool:
+    """Loads the saved state of a part, or leaves the part as it is; returns whether it could be loaded."""
+    before = part.state_dict()
+    if _try_to_load(part, saved):
+        return True
+    part.load_state_dict(before)
+    return False
+
+
+def _try_to_load(part: Stateful, state: Any) -> bool:
+    try:
+        part.load_state_dict(state)
+        # A value that was taken unchecked raises here at the latest.
+        part.state_dict()
+    except Exception:
+        return False
+    return True
+
+
+def _fits(usual: Any, value: Any) -> bool:
+    if usual is None:
+        return True
+    if isinstance(usual, bool) or isinstance(value, bool):
+        return isinstance(usual, bool) and isinstance(value, bool)
+    if isinstance(value, int) and not -_PAST_ANY_NUMBER < value < _PAST_ANY_NUMBER:
+        return False
+    if isinstance(usual, float):
+        return isinstance(value, int | float)
+    return any(isinstance(usual, kind) and isinstance(value, kind) for kind in (int, str, list, Mapping))

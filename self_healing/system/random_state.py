@@ -1,4 +1,4 @@
-"""`RandomState`: the states of all generators that a training step draws from."""
+"""Every generator that a training step draws from, and whether a step that is computed again repeats."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import ctypes
 import random
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 
-from ..ranks import votes
+from . import processes
+
+
+# ---- random state: the states of all generators that a training step draws from ----
 
 
 # Of a Mersenne Twister: 624 words and the place among them, each of 4 bytes. numpy has the place last (`mt19937_state`
@@ -169,6 +172,113 @@ def _on_devices(device: torch.device | None) -> list[torch.Tensor]:
         return []
     module = torch.get_device_module(device)
     # A model spread over several devices (`device_map`, `nn.DataParallel`) draws on each of them.
-    if votes.world_size() == 1 and module.device_count() > 1 and hasattr(module, "get_rng_state_all"):
+    if processes.world_size() == 1 and module.device_count() > 1 and hasattr(module, "get_rng_state_all"):
         return list(module.get_rng_state_all())
     return [module.get_rng_state()]
+
+
+# ---- repeatability: compares two computations of the same step: kernels need not repeat bitwise ----
+
+
+# What may lie apart: matrix products in single precision may be computed in TF32, with ten bits, and a sum in half
+# precision may be off by several steps of its last place.
+_LEAST, _LAST_PLACES = 1e-3, 8
+# Of each gradient: how many elements are kept, and how many are summed up at a time.
+_SAMPLE, _CHUNK = 1024, 2**22
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Repeatability:
+    """Relative difference of two computations of the same step."""
+
+    loss: float
+    gradient: float
+    noise: float
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether they are the same, bit for bit."""
+        return self.loss == 0 and self.gradient == 0
+
+    @property
+    def beyond_noise(self) -> bool:
+        """Whether kernels do not explain the difference. By gradients alone: a loss may be near zero by itself."""
+        return self.gradient > self.noise
+
+    def __str__(self) -> str:
+        if self.bitwise:
+            return "bitwise"
+        return "beyond noise" if self.beyond_noise else "within noise"
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """
+    Returns the difference of two computations that is expected where nothing has been measured: of one element,
+    relative to the largest of the elements compared; a sum of `n` of them may differ by the square root of `n` times
+    that.
+    """
+    return max(_LEAST, _LAST_PLACES * torch.finfo(dtype).eps)
+
+
+def lowest_precision(parameters: Iterable[torch.Tensor], *casts: torch.dtype | None) -> torch.dtype:
+    """Returns the coarsest type of a computation: that of its weights, or the one they are cast to."""
+    found = {each.dtype for each in parameters if each.is_floating_point() and each.itemsize > 1}
+    found |= {dtype for dtype in casts if dtype is not None}
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrint:
+    """A fingerprint of a computed step, to compare another computation of it with."""
+
+    loss: float
+    sums: torch.Tensor
+    sample: torch.Tensor
+
+    @classmethod
+    def of(cls, loss: float, gradients: Sequence[torch.Tensor]) -> Self:
+        """
+        Reads every gradient once and copies none: of a model of 8B parameters and 300 tensors, 5 MB at most are kept.
+        """
+        flat = [_local(gradient).detach().reshape(-1) for gradient in gradients]
+        if not flat:
+            return cls(loss, torch.zeros(0), torch.zeros(0))
+        # Of a model on several devices; read from one.
+        device = flat[0].device
+        sums = torch.stack([_sum_of_bits(each).to(device) for each in flat])
+        sample = torch.cat([each[:: max(len(each) // _SAMPLE, 1)].double().to(device) for each in flat])
+        return cls(loss, sums.cpu(), sample.cpu())
+
+    def apart_from(self, other: StepPrint, dtype: torch.dtype) -> Repeatability | None:
+        """Compares two computations; `None` if they are not of the same gradients, or not finite."""
+        if self.sums.shape != other.sums.shape or self.sample.shape != other.sample.shape:
+            return None
+        scale = float(self.sample.norm())
+        apart = float((self.sample - other.sample).norm()) / scale if scale > 0 else 0.0
+        if apart == 0 and not torch.equal(self.sums, other.sums):
+            # Less than the sample shows.
+            apart = torch.finfo(torch.float32).eps
+        loss = 0.0 if self.loss == other.loss else abs(self.loss - other.loss) / max(abs(self.loss), abs(other.loss))
+        found = Repeatability(loss, apart, tolerance(dtype))
+        return found if found.loss + found.gradient < float("inf") else None
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns the part of a sharded gradient that this process has."""
+    local = getattr(gradient, "to_local", None)
+    return gradient if local is None else local()
+
+
+def _sum_of_bits(flat: torch.Tensor) -> torch.Tensor:
+    """Sums up the bits in pieces, because each is copied when it is summed up as integers."""
+    bits = flat.view(_BITS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for piece in _pieces(bits):
+        total += piece.sum(dtype=torch.int64)
+    return total
+
+
+def _pieces(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    for start in range(0, len(flat), _CHUNK):
+        yield flat[start : start + _CHUNK]

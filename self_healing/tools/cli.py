@@ -288,8 +288,8 @@ def replay(
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     from transformers.utils import logging as transformers_logging
 
-    from ..files import jsonable
     from ..replaying.incidents import ReplayError, kept_incidents
+    from ..system.files import jsonable
     from .replay import replay as replayed
 
     warnings.simplefilter("ignore")
@@ -389,7 +389,7 @@ def chaos(
 
     from rich.console import Console
 
-    from ..launcher import EXIT_FOR_RESTART
+    from ..system.processes import EXIT_FOR_RESTART
     from .chaos.faults import FaultError
     from .chaos.rehearsal import rehearse, survival_table
 
@@ -454,7 +454,7 @@ def run(
 
     from ..anywhere.settings import PRESET_VARIABLE, environment, read_settings
     from ..config.healing_config import HealingConfig
-    from ..config.setting import ConfigurationError
+    from ..config.schema import ConfigurationError
     from ..detectors.rules.table import RuleError
     from ..journal.terminal import chosen_level
     from .anywhere.program import ProgramError, become, find_program, python_of, refuse_what_would_not_be_healed

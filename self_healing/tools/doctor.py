@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..failures.recipes import FAILURE_RECIPES, FailureType
-from ..launcher import Launch, launch_of
+from ..system.processes import Launch, launch_of
 from .doctor_machine import Disk, Job, Machine, look_at_disk, look_at_machine
 
 

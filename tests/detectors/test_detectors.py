@@ -19,8 +19,8 @@ from self_healing import HealingConfig, StepSignals
 from self_healing.detectors.nonfinite import NonFiniteDetector
 from self_healing.detectors.sorted_window import SortedWindow
 from self_healing.detectors.stillness import DeadLossDetector, NeverLearnedDetector, VanishingGradientDetector
-from self_healing.detectors.symptom import Symptom
 from self_healing.detectors.usual import UsualSpikes
+from self_healing.failures.recipes import Symptom
 from self_healing.healers.numerics.detectors.divergence import DivergenceDetector
 from self_healing.healers.numerics.detectors.panel import DetectorPanel
 from self_healing.healers.numerics.detectors.progress import (

@@ -28,7 +28,7 @@ from typer.testing import CliRunner, Result
 from self_healing.detectors import rules
 from self_healing.detectors.rules.rule import OBJECTIVES, Condition, MetricRule, RuleAction, rules_for
 from self_healing.detectors.rules.table import RuleError, load_rules, rules_to_toml
-from self_healing.detectors.symptom import Severity, Symptom
+from self_healing.failures.recipes import Severity, Symptom
 from self_healing.healers.numerics.detectors.rules import MetricRules
 from self_healing.tools.cli import app
 

@@ -20,7 +20,7 @@ from self_healing.hangs.healer import HangWatch
 from self_healing.healers.hangs.watchdog import TrainingHang, Watchdog
 from self_healing.hf.sections import Heartbeat
 from self_healing.journal.journal import Journal
-from self_healing.ranks.others import OtherRanks
+from self_healing.ranks.session import OtherRanks
 
 
 class Watching:

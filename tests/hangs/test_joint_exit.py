@@ -10,7 +10,7 @@ from self_healing import FailureType, HealingConfig
 from self_healing.healers.hangs.healer import JointExit
 from self_healing.journal.journal import Journal
 from self_healing.ranks.messages import Failure, Position
-from self_healing.ranks.others import OtherRanks
+from self_healing.ranks.session import OtherRanks
 
 
 def test_a_rank_was_where_it_waited_and_not_where_it_leaves_meanwhile(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ from self_healing.healers.hangs import watchdog
 from self_healing.healers.hangs.watchdog import TrainingHang, Watchdog
 from self_healing.hf.sections import Heartbeat
 from self_healing.journal.journal import Journal
-from self_healing.launcher import EXIT_FOR_RESTART
 from self_healing.ranks.messages import Failure, Position
-from self_healing.ranks.others import OtherRanks
+from self_healing.ranks.session import OtherRanks
+from self_healing.system.processes import EXIT_FOR_RESTART
 
 
 class Left(BaseException):

@@ -14,6 +14,7 @@ import torch
 from conftest import assert_same_weights, logged, sft_trainer, weights
 from transformers import TrainerCallback
 
+from self_healing.failures.recipes import TrainingFault
 from self_healing.hf import trainer_state
 from self_healing.hf.adapter import Instrument
 from self_healing.hf.batches import Layout
@@ -24,7 +25,6 @@ from self_healing.hf.objective import objective_named
 from self_healing.hf.trainer_state import Bookkeeper
 from self_healing.instrument.earlier_steps import EarlierSteps
 from self_healing.instrument.hooks import Hooks
-from self_healing.instrument.training_fault import TrainingFault
 from self_healing.instrument.window import Window
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from self_healing.config.setting import ConfigurationError
-from self_healing.meeting import _meet
+from self_healing.config.schema import ConfigurationError
+from self_healing.ranks.votes import _meet
 
 
 HASH_STORE: Any = torch.distributed.HashStore

@@ -19,8 +19,8 @@ from self_healing.checkpoints.vetting import vet
 from self_healing.failures.recipes import FailureType
 from self_healing.healers.assembly import Run, assemble
 from self_healing.healers.restarts.start import start_of, still_alive
-from self_healing.launcher import launch_of
 from self_healing.run.record import RECORD_FILE, Ending, RunRecord, UnreadableRecordError
+from self_healing.system.processes import launch_of
 
 
 Path_ = tuple[str | int, ...]

@@ -48,9 +48,9 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, GRPOConfig, SFTConfig, SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingTrainer, UnrecoverableTrainingError
+from self_healing.failures.classify import KnownError, known_errors, match_known_error
 from self_healing.failures.recipes import FailureType
 from self_healing.journal.journal import Journal
-from self_healing.known_errors import KnownError, known_errors, match_known_error
 
 
 # ---- what the installed libraries say, by the row that has to match ----

@@ -23,7 +23,7 @@ from rich.logging import RichHandler
 from tqdm import tqdm
 
 from self_healing import FAILURE_RECIPES, Action, FailureType, HealingConfig, Incident
-from self_healing.journal.headline import _DONE, headline
+from self_healing.journal.incident import _DONE, headline
 from self_healing.journal.journal import Journal
 from self_healing.journal.terminal import Terminal, announce
 

@@ -35,7 +35,7 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.detectors.symptom import Symptom
+from self_healing.failures.recipes import Symptom
 from self_healing.healers.numerics.detectors.progress import SlowRiseDetector
 from self_healing.healers.numerics.ladder import StepPolicy
 

@@ -11,8 +11,7 @@ import pytest
 from conftest import off_the_ladder
 
 from self_healing import FAILURE_RECIPES, Action, FailureType, HealingConfig
-from self_healing.detectors.symptom import Symptom
-from self_healing.failures.recipes import INSPECTIONS, Cause
+from self_healing.failures.recipes import INSPECTIONS, Cause, Symptom
 from self_healing.healers.numerics.ladder import Decision, StepPolicy
 from self_healing.numerics.ladder import RollbackLadder
 from self_healing.run.budget import RecoveryBudget

@@ -11,7 +11,7 @@ import pytest
 from made_up_run import MadeUpRun
 
 from self_healing import FailureType
-from self_healing.detectors.symptom import Symptom
+from self_healing.failures.recipes import Symptom
 from self_healing.healers.numerics.detectors.trend import Reading
 from self_healing.journal.incident import Incident
 from self_healing.numerics.loss_watch import LossWatch

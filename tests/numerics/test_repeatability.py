@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from self_healing.repeatability import Repeatability, StepPrint, tolerance
+from self_healing.system.random_state import Repeatability, StepPrint, tolerance
 
 
 def gradients(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

@@ -15,8 +15,7 @@ import torch
 from made_up_run import MadeUpRun, MadeUpWindow
 
 from self_healing import Action, FailureType, Incident, UnrecoverableTrainingError
-from self_healing.detectors.symptom import Symptom
-from self_healing.failures.recipes import Cause
+from self_healing.failures.recipes import Cause, Symptom
 from self_healing.healers.numerics.diagnosis import find_poison_rows
 from self_healing.healers.numerics.healer import RollbackClimb
 from self_healing.healers.numerics.judge import StepJudge

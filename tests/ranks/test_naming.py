@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from self_healing.ranks.messages import Position
-from self_healing.ranks.naming import behind, waited_for, where_all_are, where_all_wait
+from self_healing.ranks.messages import Position, behind, waited_for, where_all_are, where_all_wait
 
 
 WAITS = Position(7, "step", 50, 30.0, 30.0, collective="all_gather")

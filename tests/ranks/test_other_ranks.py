@@ -17,9 +17,8 @@ import torch.distributed
 
 from self_healing import FailureType
 from self_healing.ranks import session
-from self_healing.ranks.channel import Place
-from self_healing.ranks.messages import Failure, Position, failure_of
-from self_healing.ranks.others import OtherRanks
+from self_healing.ranks.messages import Failure, Place, Position, failure_of
+from self_healing.ranks.session import OtherRanks
 from self_healing.system.processes import Process, State
 
 

@@ -17,7 +17,7 @@ from transformers import set_seed
 from two_processes import digest
 
 from self_healing import HealingConfig, SelfHealingCallback, UnrecoverableTrainingError
-from self_healing.config import checks
+from self_healing.config import schema
 
 
 def trainer_of(directory: Path, **settings: Any) -> Any:
@@ -99,7 +99,7 @@ def test_what_one_rank_alone_has_seen_ends_the_run_on_all(pair: Any) -> None:
 
 
 def waited_for_in_vain(directory: Path, rank: int) -> dict[str, Any]:
-    vars(checks)["_SHORTEST_CHECK"] = 0
+    vars(schema)["_SHORTEST_CHECK"] = 0
     trainer = trainer_of(directory / "run", collective_timeout_check_seconds=2.0)
     reduce = torch.distributed.all_reduce
 

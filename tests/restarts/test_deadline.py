@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from self_healing.exceptions import Interruption
+from self_healing.failures.recipes import Interruption
 from self_healing.healers.restarts import preemption as module
 from self_healing.healers.restarts.preemption import Preemption
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from self_healing.healers.restarts.start import bookkeeping_of, was_writing
-from self_healing.launcher import Launch, launch_of, of_all_ranks
 from self_healing.restarts.progress_mark import PROGRESS_FILE, ProgressMark, read_mark
 from self_healing.run.record import RECORD_FILE, Attempt, Ending, RunRecord, UnreadableRecordError, first_call
 from self_healing.system.files import STATE_FILE
+from self_healing.system.processes import Launch, launch_of, of_all_ranks
 
 
 def record_of(directory: Path, saving: str | None = "checkpoint-8") -> RunRecord:

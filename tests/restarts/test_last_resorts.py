@@ -18,14 +18,13 @@ import torch
 from self_healing import Action, FailureType, HealingConfig, UnrecoverableTrainingError
 from self_healing.checkpoints.marker import write_marker
 from self_healing.healers.assembly import Run, assemble
-from self_healing.launcher import launch_of, restarts_on_exit
 from self_healing.restarts import process_exit, remedies, resumed_bookkeeping
 from self_healing.restarts.remedies import LastResorts
 from self_healing.restarts.resumed_bookkeeping import continue_bookkeeping
 from self_healing.run.dispatch import HealingContext
 from self_healing.run.record import RunRecord
 from self_healing.run.went_back import Target, WentBack
-from self_healing.system.processes import Process
+from self_healing.system.processes import Process, launch_of, restarts_on_exit
 
 
 class TestAnEmergencyCheckpoint:

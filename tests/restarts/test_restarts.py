@@ -32,10 +32,9 @@ from transformers import TrainerCallback
 from self_healing import FAILURE_RECIPES, FailureType, HealingConfig, HealingReport, SelfHealingTrainer
 from self_healing.healers.restarts.start import was_writing
 from self_healing.instrument.generated import load_generated
-from self_healing.launcher import launch_of
 from self_healing.run.record import _CALLS, RECORD_FILE, Ending, RunRecord
 from self_healing.run.status import STATUS_FILE
-from self_healing.system.processes import Process
+from self_healing.system.processes import Process, launch_of
 
 
 def under_torchrun(output_dir: Path, restarts: int, **options: Any) -> int:
@@ -826,7 +825,7 @@ def test_the_launcher_is_read_from_the_environment(environment: dict[str, str], 
 
 
 def test_exit_codes_are_for_launchers_that_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from self_healing.launcher import restarts_on_exit
+    from self_healing.system.processes import restarts_on_exit
 
     assert not restarts_on_exit(HealingConfig())
     assert restarts_on_exit(HealingConfig(launcher_restarts="yes"))

@@ -36,10 +36,9 @@ from self_healing.healers.restarts.start import (
     was_started_by,
 )
 from self_healing.journal.journal import Journal
-from self_healing.launcher import Launch
 from self_healing.run.record import _CALLS, RECORD_FILE, Attempt, Ending, RunRecord
 from self_healing.system.files import STATE_FILE
-from self_healing.system.processes import Process
+from self_healing.system.processes import Launch, Process
 
 
 PLAIN = Launch("none", 0, None)

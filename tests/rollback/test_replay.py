@@ -13,7 +13,7 @@ import torch
 from made_up_run import MadeUpWindow
 from test_states import SmallRun
 
-from self_healing.instrument.training_fault import TrainingFault
+from self_healing.failures.recipes import TrainingFault
 from self_healing.rollback.replay import Replay, Replayed, first_beyond_noise
 from self_healing.run.went_back import Target
 from self_healing.signals import StepSignals

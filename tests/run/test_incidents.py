@@ -10,7 +10,7 @@ from conftest import journal
 from made_up_run import MadeUpRun
 
 from self_healing import Action, FailureType, Incident, UnrecoverableTrainingError
-from self_healing.exceptions import DamagedCheckpointError
+from self_healing.failures.recipes import DamagedCheckpointError
 from self_healing.run import incidents
 
 

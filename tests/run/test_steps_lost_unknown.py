@@ -24,8 +24,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
 from self_healing import HealingConfig, Incident, SelfHealingCallback, SelfHealingTrainer
-from self_healing.journal.headline import headline
-from self_healing.journal.incident import describe
+from self_healing.journal.incident import describe, headline
 from self_healing.report.reading import read_run
 
 

@@ -9,7 +9,7 @@ import pytest
 from made_up_run import MadeUpRun
 
 from self_healing import FailureType
-from self_healing.exceptions import NonFiniteReward
+from self_healing.failures.recipes import NonFiniteReward
 from self_healing.healers.services import ServiceCalls
 
 

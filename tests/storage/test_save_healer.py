@@ -14,7 +14,7 @@ from made_up_run import MadeUpRun
 
 from self_healing.checkpoints.retention import disk_full
 from self_healing.healers.saves import SaveHealer
-from self_healing.journal.headline import headline
+from self_healing.journal.incident import headline
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")

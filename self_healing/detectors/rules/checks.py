@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, get_args
 
-from ..symptom import Severity
+from ...failures.recipes import Severity
 from .conditions import finite_number
 from .rule import OBJECTIVES, TRENDS, Condition, Relation, RuleAction
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from ...failures.recipes import Severity
 from ...hf.objective import BY_CLASS_NAME
-from ..symptom import Severity
 
 
 Relation = Literal["below", "above", "at_least", "at_most", "near", "rising", "falling", "flat"]

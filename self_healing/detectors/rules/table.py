@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ...toml import read_toml, toml_value
+from ...config.schema import read_toml, toml_value
 from .checks import CONDITION_DEFAULTS, CONDITION_KEYS, RULE_KEYS, problems_of
 from .rule import Condition, MetricRule
 

@@ -22,11 +22,11 @@ from ...hf.adapter import Instrument
 from ...inspection.columns import digest_of
 from ...instrument.loading import TrainingLoader
 from ...journal.incident import Incident
-from ...ranks import votes
 from ...run.claims import Claim
 from ...run.dispatch import HealingContext
 from ...run.healer import Healer
 from ...run.run import RunContext
+from ...system import processes
 from .datasets import GuardedDataset
 from .guard import DataSourceError, Guard
 from .quarantine import KnownBadSamples
@@ -116,7 +116,7 @@ class SampleHealer(Healer):
             return
         self._loading, self._known = loading, known
         # By all ranks, as the bad samples are those of all.
-        self._per_batch = loading.samples_per_batch * votes.world_size()
+        self._per_batch = loading.samples_per_batch * processes.world_size()
         self._drawn = instrument.view.step * int(args.gradient_accumulation_steps) * self._per_batch
         if isinstance(guarded, GuardedDataset):
             instrument.position.actual = guarded.actual

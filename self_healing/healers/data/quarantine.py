@@ -13,7 +13,7 @@ from typing import Any
 from ...data.bad_sample import BadSample
 from ...data.sample_names import SampleName
 from ...failures.classify import describe_exception
-from ...files import append_line, parse_lines
+from ...system.files import append_line, parse_lines
 
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,9 @@ from ...failures.recipes import Action, FailureType
 from ...hangs.bounded import within
 from ...hangs.collectives import collective_in, unfinished_collectives
 from ...hangs.stacks import current_frames, line_of, user_line_of, write_stacks
-from ...launcher import EXIT_FOR_RESTART, restarts_on_exit
-from ...ranks.messages import Failure, Position
-from ...ranks.naming import where_all_are
+from ...ranks.messages import Failure, Position, where_all_are
 from ...run.run import RunContext
+from ...system.processes import EXIT_FOR_RESTART, restarts_on_exit
 
 
 logger = logging.getLogger("self_healing")

@@ -16,8 +16,7 @@ from types import FrameType
 from typing import Any
 
 from ...config.healing_config import HealingConfig
-from ...exceptions import Interruption
-from ...failures.recipes import Action, FailureType
+from ...failures.recipes import Action, FailureType, Interruption
 from ...hangs.bounded import within
 from ...hangs.collectives import collective_in
 from ...hangs.exits import HangExits
@@ -27,11 +26,10 @@ from ...hf.sections import BETWEEN, Heartbeat, Section
 from ...instrument.loader_workers import end_awaited_workers
 from ...journal.incident import Incident
 from ...journal.journal import Journal
-from ...launcher import EXIT_FOR_RESTART, restarts_on_exit
-from ...ranks.messages import Failure, Position
-from ...ranks.naming import behind, where_all_are, where_all_wait
-from ...ranks.others import OtherRanks
+from ...ranks.messages import Failure, Position, behind, where_all_are, where_all_wait
+from ...ranks.session import OtherRanks
 from ...run.claims import Claim, claim_for
+from ...system.processes import EXIT_FOR_RESTART, restarts_on_exit
 from .threads import WakeSignal, own_signals
 
 

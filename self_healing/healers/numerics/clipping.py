@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...clipping.gradients import Parameters, scale_gradients, tensors_of, total_gradient_norm, whole
-from ...config.setting import ConfigurationError
+from ...config.schema import ConfigurationError
 from ...detectors.norm_statistics import ZClipStatistic
 
 

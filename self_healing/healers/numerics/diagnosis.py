@@ -12,17 +12,17 @@ import torch
 
 from ...config.healing_config import HealingConfig
 from ...failures.classify import describe_exception
-from ...failures.recipes import Cause, FailureType
+from ...failures.recipes import Cause, FailureType, TrainingFault
 from ...hf.adapter import Instrument
 from ...hf.experiments import StepExperiments
 from ...instrument.earlier_steps import EarlierSteps
-from ...instrument.training_fault import TrainingFault
 from ...instrument.window import Window
 from ...ranks import votes
 from ...rollback.snapshots import Snapshot
 from ...rollback.trials import StateTrials
 from ...run.diagnosis import Diagnosis
 from ...signals import StepSignals
+from ...system import processes
 
 
 logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def _numerical(why: str) -> Diagnosis:
 
 def find_poison_rows(experiments: StepExperiments, sizes: Sequence[int], device: Any) -> dict[int, list[int]]:
     """Finds the rows of each micro-batch that are non-finite by themselves, in forward or backward."""
-    if votes.world_size() > 1:
+    if processes.world_size() > 1:
         once = _probe_in_lockstep(experiments, [range(size) for size in sizes], device)
         twice = _probe_in_lockstep(experiments, once, device)
     else:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from ...failures.recipes import FAILURE_RECIPES, Action, Cause, FailureType
-from ...instrument.training_fault import TrainingFault
+from ...failures.recipes import FAILURE_RECIPES, Action, Cause, FailureType, TrainingFault
 from ...numerics.damaged_checkpoint import DamagedCheckpointHealer
 from ...numerics.healer import NumericsHealer
 from ...numerics.rate_trial import try_rates

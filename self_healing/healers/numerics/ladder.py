@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...config.healing_config import HealingConfig
-from ...detectors.symptom import Symptom
-from ...failures.recipes import FAILURE_RECIPES, Action, FailureType
+from ...failures.recipes import FAILURE_RECIPES, Action, FailureType, Symptom
 from ...run.diagnosis import Diagnosis
 from ...run.went_back import Target
 

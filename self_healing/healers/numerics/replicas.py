@@ -19,6 +19,7 @@ from ...rollback.rollback import Rollback
 from ...run.dispatch import HealingContext
 from ...run.incidents import OpenIncident
 from ...run.run import RunContext
+from ...system import processes
 from .healer import RollbackClimb
 from .state import NumericsState
 
@@ -62,7 +63,7 @@ class ReplicaHealer(NumericsHealer):
 
     def due(self, step: int) -> bool:
         """Whether weights are to be compared in this step."""
-        if self._off or votes.world_size() == 1 or self.config.on_nonfinite != "heal" or not self.acts:
+        if self._off or processes.world_size() == 1 or self.config.on_nonfinite != "heal" or not self.acts:
             return False
         if self._replicas is None:
             self._replicas = Replicas(self.instrument.trainer)

@@ -19,8 +19,8 @@ from ...numerics.repeatability_check import RepeatabilityCheck
 from ...numerics.step_clipping import StepClipping
 from ...run.budget import RecoveryBudget
 from ...run.outcomes import Outcomes
-from ...saved_state import Stateful, take_over, take_over_whole
 from ...signals import StepSignals
+from ...system.files import Stateful, take_over, take_over_whole
 from .detectors.panel import DetectorPanel
 from .detectors.rules import MetricRules
 from .ladder import StepPolicy

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...call_shape import CallShape
-from ...failures.classify import classify_exception, text_of
-from ...failures.recipes import Action, FailureType
-from ...files import of_rank
+from ...failures.classify import classify_exception
+from ...failures.recipes import Action, FailureType, text_of
 from ...hf.adapter import Instrument
 from ...hf.memory import OutOfMemory, is_out_of_memory, with_room
 from ...hf.view import TrainerView
@@ -42,6 +41,8 @@ from ...run.dispatch import HealingContext
 from ...run.healer import Healer
 from ...run.incidents import OpenIncident
 from ...run.run import RunContext
+from ...system import processes
+from ...system.files import of_rank
 from .calls import ModelCalls
 from .microbatches import Microbatches
 from .sizes import KnownSizes, MemoryState, SizesFile
@@ -102,7 +103,7 @@ class MemoryHealer(Healer):
         self.run.news.on("sizes", self._take_in_sizes)
         self._state.sizes.begin_step(instrument.view.step)
         self._state.sizes.room = room_of(instrument.view.device)
-        self._state.sizes.failure_is_fatal = votes.world_size() > 1
+        self._state.sizes.failure_is_fatal = processes.world_size() > 1
         self._state.sizes.may_fail_once = instrument.one_rank.possible
         if self._state.checkpointing_activations:
             instrument.activation_checkpointing.switch_on()
@@ -318,7 +319,7 @@ class MemoryHealer(Healer):
         if self._context is not None and not self._stepping:
             if self._attempts == 1:
                 self._passed.append(self._context.incident.step)
-                if self._context.window is not None and votes.world_size() == 1:
+                if self._context.window is not None and processes.world_size() == 1:
                     # Of several ranks the others know nothing of it, and what follows takes all of them.
                     self._note_recomputed(self._context.incident)
             self._say_what_was_split(self._context)
@@ -451,7 +452,7 @@ class MemoryHealer(Healer):
         """Gives what the first failure of a process says, whose calls are not watched yet."""
         if ran_out.place == "generation":
             of_all = int(getattr(self._args, "generation_batch_size", None) or 1)
-            return CallShape("generate", max(of_all // votes.world_size(), 1), 1)
+            return CallShape("generate", max(of_all // processes.world_size(), 1), 1)
         if ran_out.place == "evaluation":
             return CallShape("forward", self._args.per_device_eval_batch_size, 1)
         return CallShape("train", self._args.per_device_train_batch_size, 1)

@@ -13,11 +13,11 @@ from transformers import TrainingArguments
 
 from ...call_shape import CallShape, Kind
 from ...failures.recipes import Action
-from ...files import of_rank, replace_file
 from ...instrument.batch_size import change_batch
 from ...instrument.device_memory import free_memory
 from ...run.dispatch import CarryOut, HealingContext
 from ...run.run import RunContext
+from ...system.files import of_rank, replace_file
 
 
 logger = logging.getLogger("self_healing")

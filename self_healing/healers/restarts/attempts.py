@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ...checkpoints.marker import step_of
-from ...exceptions import UnrecoverableTrainingError
-from ...failures.recipes import FAILURE_RECIPES, Action, FailureType
+from ...failures.recipes import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
 from ...restarts.attempts import Attempts
 from ...rollback.shared_memory import StateUnusable
 from ...run.outcomes import may_be_repeated

@@ -19,7 +19,7 @@ from ...instrument.device_memory import free_memory
 from ...instrument.generated import save_generated
 from ...instrument.own_checkpoints import emergency_path, write_beside, write_checkpoint
 from ...instrument.resume_point import Leave, Pending, ResumePoint
-from ...ranks import votes
+from ...system import processes
 from ...system.files import BESIDE_DIR, EMERGENCY_DIR
 
 
@@ -45,7 +45,7 @@ def save_emergency_checkpoint(
     Writes the state as of the last finished step, after an exception left `train()`: a resume, ours or the plain
     Trainer's, continues from it bit for bit.
     """
-    if votes.world_size() > 1:
+    if processes.world_size() > 1:
         return None
     finished = instrument.reentry.rewind_to_last_step()
     if finished is None:

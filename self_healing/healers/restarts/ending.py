@@ -6,19 +6,17 @@ import logging
 from typing import Any
 
 from ...checkpoints.choice import newest_checkpoint_of, newest_marked_checkpoint_of
-from ...exceptions import UnrecoverableTrainingError
 from ...failures.classify import add_note, classify_exception, comes_from_a_collective, describe_exception
-from ...failures.recipes import ASKS_FOR_A_NEW_RUN, FAILURE_RECIPES, Action, FailureType
+from ...failures.recipes import ASKS_FOR_A_NEW_RUN, FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
 from ...instrument.objective import what_is_trained
 from ...journal.incident import Incident
 from ...journal.postmortem import where_to_go_on
-from ...launcher import EXIT_FOR_RESTART
-from ...ranks.messages import Failure
-from ...ranks.naming import where_all_are
+from ...ranks.messages import Failure, where_all_are
 from ...restarts.attempts import Attempts
 from ...restarts.departure import Departure
 from ...run.record import Ending
 from ...run.run import RunContext
+from ...system.processes import EXIT_FOR_RESTART
 from .emergency import publish, remove_emergency_checkpoints
 
 

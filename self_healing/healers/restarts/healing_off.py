@@ -12,17 +12,15 @@ from typing import Any
 
 from ...checkpoints.marker import numbered
 from ...config.healing_config import HealingConfig
-from ...exceptions import HealingFailed
 from ...failures.classify import classify_exception, describe_exception
-from ...failures.recipes import FailureType
-from ...files import replace_file
+from ...failures.recipes import FailureType, HealingFailed
 from ...hf.hooks import is_meant
 from ...journal.journal import Journal
 from ...journal.terminal import speaking_of
-from ...launcher import launch_of
-from ...log_safely import log_safely
 from ...ranks import votes
-from ...system.files import STATE_FILE
+from ...system import processes
+from ...system.files import STATE_FILE, replace_file
+from ...system.processes import launch_of, log_safely
 
 
 logger = logging.getLogger("self_healing")
@@ -33,7 +31,7 @@ OFF_FILE = "healing_off.json"
 
 def switch_off_next_time(directory: Path, run: str, step: int, error: BaseException) -> None:
     """Notes a failure of this library that ends a job of several ranks: the next start trains without healing."""
-    rank = votes.own_rank()
+    rank = processes.own_rank()
     why = f"self_healing failed on rank {rank} at step {step}: {describe_exception(error)[:300]}"
     noted = {"run": run or "without-healing", "step": step, "why": why}
     text = "self_healing failed on rank %d at step %d, and the job ends. Please report this traceback."
@@ -51,10 +49,10 @@ def ending_the_job(config: HealingConfig, args: Any, *meant: type[Exception]) ->
         yield
     except Exception as error:
         lost = classify_exception(error) is FailureType.DEVICE
-        if votes.world_size() == 1 or isinstance(error, meant) or is_meant(error) or lost:
+        if processes.world_size() == 1 or isinstance(error, meant) or is_meant(error) or lost:
             raise
         switch_off_next_time(_directory(config, args), "", 0, error)
-        raise HealingFailed.on_rank(votes.own_rank(), 0, error) from error
+        raise HealingFailed.on_rank(processes.own_rank(), 0, error) from error
 
 
 def is_off(config: HealingConfig, args: Any) -> bool:
@@ -65,7 +63,7 @@ def is_off(config: HealingConfig, args: Any) -> bool:
         return False
     noted = votes.from_first_rank_with("why it is not", own, args.device)
     assert noted is not None, "one rank at least has it"
-    if votes.is_first_rank():
+    if processes.is_first_rank():
         with speaking_of(args):
             logger.warning(
                 "Healing is off: %s. Training goes on as with the plain Trainer; to heal again, please remove %s.",

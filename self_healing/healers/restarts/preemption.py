@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from ...exceptions import Interruption
-from ...failures.recipes import FailureType
-from ...launcher import EXIT_FOR_RESTART
+from ...failures.recipes import FailureType, Interruption
+from ...system.processes import EXIT_FOR_RESTART
 
 
 logger = logging.getLogger("self_healing")

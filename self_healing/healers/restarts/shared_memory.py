@@ -20,6 +20,7 @@ from ...rollback.shared_memory import SUFFIX, StateFacts, StateUnusable, StoredS
 from ...rollback.shared_states import rank_directory
 from ...rollback.snapshots import Snapshot
 from ...shared_memory import directory_of, holder_of, is_own, this_boot
+from ...system import processes
 
 
 logger = logging.getLogger("self_healing")
@@ -92,7 +93,7 @@ class MemoryStart:
 
 def steps_in_memory(output_dir: str, rank: int, device: torch.device) -> list[SharedStep]:
     """Finds the states that all ranks have in shared memory, the newest first."""
-    world_size = votes.world_size()
+    world_size = processes.world_size()
     mine = {_shared(facts): facts for _, facts in _states_of(output_dir, rank, world_size)}
     if not mine:
         _tell_of_other_numbers(output_dir, rank, world_size)
@@ -168,7 +169,7 @@ def _same(of_ranks: Sequence[StateFacts]) -> bool:
 
 
 def _open(output_dir: str, step: SharedStep, rank: int, device: torch.device) -> MemoryStart:
-    paths = [path for path, facts in _states_of(output_dir, rank, votes.world_size()) if _shared(facts) == step]
+    paths = [path for path, facts in _states_of(output_dir, rank, processes.world_size()) if _shared(facts) == step]
     if not paths:
         raise StateUnusable("it is not there any more")
     state = open_state(paths[-1], device)

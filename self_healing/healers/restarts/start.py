@@ -29,14 +29,14 @@ from ...config.healing_config import HealingConfig
 from ...instrument.models import zero_job_of
 from ...instrument.resume_record import loads_more
 from ...journal.journal import Journal
-from ...launcher import Launch, launch_of, of_all_ranks
 from ...ranks import votes
 from ...rollback.shared_memory import StoredState
 from ...run.record import RECORD_FILE, Attempt, Ending, RunRecord, UnreadableRecordError, first_call
 from ...run.status import RunState, read_status
 from ...shared_memory import directory_of
+from ...system import processes
 from ...system.files import MARKER_FILE, STATE_FILE
-from ...system.processes import State, state_of
+from ...system.processes import Launch, State, launch_of, of_all_ranks, state_of
 from .shared_memory import MemoryStart, SharedStep, newest_beyond, open_in_memory, steps_in_memory
 
 
@@ -143,7 +143,7 @@ def _find_start(search: _Search) -> Start:
     args = search.trainer.args
     start = _found_by_first_rank(search)
     # Where each rank is on that disk, or its own has the same. The weights are read by all of them.
-    alone = votes.world_size() == 1 or start.checkpoint is None
+    alone = processes.world_size() == 1 or start.checkpoint is None
     if alone or votes.all_ranks("the checkpoint can be read", _can_be_read(start), args.device):
         return start
     refused = _refused_by_ranks(start, str(args.output_dir), args.device)

@@ -23,8 +23,8 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from ...files import replace_file
 from ...journal.incident import counted
+from ...system.files import replace_file
 from ..records import (
     Entry,
     Goodput,

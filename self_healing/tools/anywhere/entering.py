@@ -13,7 +13,7 @@ from transformers.trainer_utils import TrainOutput
 from ...anywhere.settings import given_settings, settings_of_the_process
 from ...callback import SelfHealingCallback, is_adopted
 from ...config.healing_config import HealingConfig
-from ...config.setting import ConfigurationError
+from ...config.schema import ConfigurationError
 from ...journal.terminal import speaking_of
 from ...trainer import SelfHealingTrainer
 

@@ -15,7 +15,7 @@ from multiprocessing.sharedctypes import RawArray, RawValue
 from pathlib import Path
 from typing import Any, Literal
 
-from ...files import append_line, parse_lines
+from ...system.files import append_line, parse_lines
 
 
 logger = logging.getLogger("self_healing.chaos")

@@ -22,8 +22,7 @@ from typing import Any
 from rich.table import Table
 
 from ...failures.recipes import FailureType
-from ...files import parse_lines
-from ...system.files import EVENTS_FILE
+from ...system.files import EVENTS_FILE, parse_lines
 from .faults import Ledger, Strike, parse_faults
 
 

@@ -29,8 +29,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainerControl, Train
 from trl import SFTConfig, SFTTrainer
 
 from ...config.healing_config import HealingConfig
-from ...journal.headline import headline
-from ...journal.incident import Incident
+from ...journal.incident import Incident, headline
 from ...report.healing_report import HealingReport
 from ...trainer import SelfHealingTrainer
 from ..chaos.callback import Chaos

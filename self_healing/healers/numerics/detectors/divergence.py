@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 from ....detectors.loss_in_nats import AboveChance, EarlyRise
-from ....detectors.symptom import Symptom
 from ....detectors.usual import UsualRises
+from ....failures.recipes import Symptom
 from .trend import MAD_TO_SIGMA, Reading
 
 

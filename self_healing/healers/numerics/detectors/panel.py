@@ -8,8 +8,8 @@ from typing import Any
 
 from ....config.healing_config import HealingConfig
 from ....detectors.stillness import DeadLossDetector, NeverLearnedDetector, VanishingGradientDetector
-from ....detectors.symptom import Symptom
 from ....detectors.usual import UsualSpikes
+from ....failures.recipes import Symptom
 from ....signals import StepSignals
 from .divergence import DivergenceDetector
 from .progress import OverfittingDetector, PlateauDetector, SlowRiseDetector

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 from statistics import median
 from typing import Any
 
-from ....detectors.symptom import Symptom
+from ....failures.recipes import Symptom
 
 
 _BLOCKS = 20

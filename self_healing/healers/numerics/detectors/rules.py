@@ -8,7 +8,7 @@ from typing import Any
 
 from ....detectors.rules.conditions import Series, bound_of, finite_number, holds
 from ....detectors.rules.rule import TRENDS, MetricRule
-from ....detectors.symptom import Symptom
+from ....failures.recipes import Symptom
 
 
 # Names in the plan that match nothing: a loop that logs ever new names must not fill the memory with them.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ....detectors.symptom import Symptom
 from ....detectors.usual import UsualSpikes
+from ....failures.recipes import Symptom
 from .trend import LogTrend, Reading
 
 
