@@ -57,8 +57,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import self_healing
-from self_healing.clipping.gradients import total_gradient_norm
 from self_healing.healers.numerics.clipping import ZClip
+from self_healing.hf.state import total_gradient_norm
 from self_healing.tools.demo.model import DemoSize, small_llama, stdlib_docstrings, train_tokenizer
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .healers.dry_run import DryRunReport as DryRunReport
     from .healers.inspection import check_data_quality as check_data_quality
     from .healers.numerics.clipping import ZClip as ZClip
+    from .hf.objective import StepSignals as StepSignals
     from .inspection.findings import Finding as Finding
     from .inspection.findings import Inspection as Inspection
     from .inspection.model import check_model_init as check_model_init
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from .rollback.snapshots import Snapshot as Snapshot
     from .run.dispatch import HealingContext as HealingContext
     from .run.went_back import Target as Target
-    from .signals import StepSignals as StepSignals
     from .tools.replay import ReplayReport as ReplayReport
     from .tools.replay import replay as replay
     from .trainer import SelfHealingTrainer as SelfHealingTrainer
@@ -65,7 +65,7 @@ _MODULE_OF = {
     "SelfHealingTrainer": "trainer",
     "Snapshot": "rollback.snapshots",
     "SnapshotRing": "rollback.ring",
-    "StepSignals": "signals",
+    "StepSignals": "hf.objective",
     "Target": "run.went_back",
     "UnrecoverableTrainingError": "failures.recipes",
     "ZClip": "healers.numerics.clipping",

@@ -26,8 +26,8 @@ from .healers.restarts.healing_off import ending_the_job, is_off
 from .healers.restarts.start import tell_of_unfinished
 from .healers.train_begin_end import Entry
 from .hf.adapter import Instrument
-from .instrument.discovery import find_resume_path, find_trainer, is_training
-from .instrument.uploads import leave_out_of_uploads
+from .hf.patching import find_resume_path, find_trainer, is_training
+from .hf.saving import leave_out_of_uploads
 from .journal.incident import Incident
 from .journal.terminal import speaking_of
 from .ranks import votes

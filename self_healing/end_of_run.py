@@ -9,7 +9,7 @@ from .healers.assembly import Run
 from .healers.numerics.state import NumericsState
 from .healers.restarts.emergency import owe_evaluation
 from .hf.adapter import Instrument
-from .instrument.best_model import BestChoice
+from .hf.saving import BestChoice
 from .report.verdict import movement_of
 from .run.run import RunContext
 from .run.status import RunState

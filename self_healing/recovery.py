@@ -22,8 +22,8 @@ from .failures.recipes import (
 from .healers.assembly import Run
 from .healers.oom.healer import MemoryOutsideOfModel
 from .healers.restarts.emergency import publish, save_emergency_checkpoint
+from .hf.dataloader import end_workers_that_failed
 from .hf.deepspeed import can_be_entered_again
-from .instrument.loader_workers import end_workers_that_failed
 from .journal.incident import Incident
 from .restarts.lost_device import leave_lost_device, write_down_lost_device
 from .run.claims import Claim, claim_by_recipe

@@ -23,13 +23,11 @@ from .healers.dry_run import DryRunReport, dry_run
 from .healers.restarts.attempts import go_on_from_disk, take_up
 from .healers.restarts.healing_off import ending_the_job, is_off, resumed_without_healing
 from .healers.restarts.start import Start, find_start, note_memory_start, note_start, refusal_of_another_job
+from .hf.dataloader import loading_twice_at_most, skipping_any_loader
 from .hf.deepspeed import have_engine_made_again, let_go_of_engine, loading_as_written
-from .hf.memory import let_go
-from .instrument.batch_size import rows_per_step
-from .instrument.entry_hooks import entry_hooks_removed_on_exception
-from .instrument.progress_bars import remove_progress_bars
-from .instrument.reporting import ReportingGuard
-from .instrument.resuming import loading_twice_at_most, skipping_any_loader
+from .hf.memory import let_go, rows_per_step
+from .hf.patching import entry_hooks_removed_on_exception, remove_progress_bars
+from .hf.services import ReportingGuard
 from .journal.terminal import Terminal, speaking_of
 from .ranks import votes
 from .ranks.votes import meet

@@ -14,9 +14,9 @@ import torch
 from self_healing import Action, HealingConfig, UnrecoverableTrainingError
 from self_healing.healers.numerics.detectors.panel import DetectorPanel
 from self_healing.healers.numerics.state import NumericsState
-from self_healing.hf.hooks import Failsafe
+from self_healing.hf.hooks import Failsafe, Hooks
+from self_healing.hf.objective import StepSignals
 from self_healing.hf.patching import Replacements
-from self_healing.instrument.hooks import Hooks
 from self_healing.journal.journal import Journal
 from self_healing.run.budget import RecoveryBudget
 from self_healing.run.dispatch import HealingContext
@@ -24,7 +24,6 @@ from self_healing.run.news import News
 from self_healing.run.outcomes import Outcomes
 from self_healing.run.run import Attachment, RunContext, StopRequest
 from self_healing.run.went_back import WentBack
-from self_healing.signals import StepSignals
 
 
 class MadeUpWindow:

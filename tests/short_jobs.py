@@ -28,7 +28,7 @@ from two_processes import digest_of
 from two_sharded_processes import sharded_on_the_cpu, whole
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.instrument.models import fingerprint
+from self_healing.hf.view import fingerprint
 
 
 STEPS, SAVE_STEPS = 6, 2

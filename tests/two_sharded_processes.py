@@ -39,8 +39,8 @@ from two_processes import BitFlip
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer
 from self_healing.healers.numerics import replicas
-from self_healing.instrument.gradients import gradients_of
-from self_healing.instrument.models import fingerprint
+from self_healing.hf.state import gradients_of
+from self_healing.hf.view import fingerprint
 
 
 def sharded_on_the_cpu(strategy: str) -> None:

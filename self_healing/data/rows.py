@@ -11,7 +11,7 @@ from ..config.healing_config import HealingConfig
 from ..failures.recipes import Action
 from ..hf.batches import content_hash, row_text
 from ..hf.dataloader import RowSource
-from ..instrument.window import Window
+from ..hf.step import Window
 from ..run.dispatch import CarryOut, HealingContext
 from .quarantine import Quarantine, QuarantinedRow
 

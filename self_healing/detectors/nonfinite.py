@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from ..failures.recipes import Symptom
-from ..signals import StepSignals
+from ..hf.objective import StepSignals
 
 
 # float32 has 127 powers of two above 1: a scaler that has not found its scale by then never will.

@@ -21,7 +21,7 @@ from ..data.rows import RowQuarantine
 from ..hangs.healer import HangWatch
 from ..hf.adapter import Instrument
 from ..hf.sections import Heartbeat
-from ..instrument.generated import save_generated
+from ..hf.trainer_state import save_generated
 from ..journal.journal import Journal
 from ..ranks import votes
 from ..ranks.session import OtherRanks

@@ -15,9 +15,9 @@ import torch
 from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from ..hf.trainer_state import preserved
 from ..inspection.findings import Inspection
 from ..inspection.model import check_model_init
-from ..instrument.preservation import preserved
 from .inspection import check_data_quality, vocabulary_of
 
 

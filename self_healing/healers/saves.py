@@ -9,7 +9,7 @@ from pathlib import Path
 from ..checkpoints.retention import disk_full, expendable_checkpoint, remove_torn
 from ..failures.classify import describe_exception
 from ..failures.recipes import Action, FailureType, text_of
-from ..instrument.saving import CheckpointSaving
+from ..hf.saving import CheckpointSaving
 from ..journal.incident import Incident
 from ..run.healer import Healer
 from ..run.run import RunContext

@@ -7,8 +7,8 @@ import logging
 import math
 import time
 
-from ..instrument.device_memory import memory_of, memory_taken
-from ..instrument.window import Window
+from ..hf.memory import memory_of, memory_taken
+from ..hf.step import Window
 from ..journal.step_log import StepLog, StepRow, step_log_of
 from ..run.healer import Healer
 from .assembly import Run

@@ -22,8 +22,8 @@ from ..entry_checks import (
     warn_about_the_rate,
 )
 from ..hf.adapter import Instrument
-from ..instrument.best_model import BestModel
-from ..instrument.reporting import ReportingGuard
+from ..hf.saving import BestModel
+from ..hf.services import ReportingGuard
 from ..report.output import ClosingReport
 from ..restarts.resumed_bookkeeping import continue_bookkeeping
 from ..run.healer import Healers

@@ -13,35 +13,22 @@ import torch
 from transformers import Trainer
 
 from ..failures.recipes import TrainingFault
-from ..instrument.best_model import BestModel
-from ..instrument.deepspeed_engine import DeepSpeedEngine, WatchedDeepSpeed
-from ..instrument.generating import GenerationGuard
-from ..instrument.hooks import Hooks
-from ..instrument.interception import Interception
-from ..instrument.leaving import Leaving
-from ..instrument.less_memory import ActivationCheckpointing
-from ..instrument.loader_workers import WorkerDeaths
-from ..instrument.memory_retry import MemoryRetry
-from ..instrument.objective import objective_of
-from ..instrument.phase import Phase
-from ..instrument.rates import Rates
-from ..instrument.save_schedule import SaveSchedule
-from ..instrument.training_call import TrainingCall
-from ..instrument.window import Window
 from ..ranks import votes
 from ..system.random_state import RandomState
-from .dataloader import DataPosition
+from .dataloader import DataPosition, WorkerDeaths
 from .engine import StepEngine
-from .hooks import Failsafe
+from .hooks import Failsafe, Hooks
 from .memory import OutOfMemory, is_out_of_memory
-from .oom import OneRankRetry
-from .optimizer import OptimizerStep
-from .patching import Replacements
-from .reentry import Reentry
-from .sections import Heartbeat
-from .step import tell_of_failure
+from .objective import objective_of
+from .oom import ActivationCheckpointing, MemoryRetry, OneRankRetry
+from .optimizer import OptimizerStep, Rates
+from .patching import Interception, Replacements
+from .reentry import Leaving, Reentry
+from .saving import BestModel, SaveSchedule
+from .sections import Heartbeat, Phase
+from .step import Window, tell_of_failure
 from .trainer_state import Bookkeeper
-from .training_step import AccelerateEngine
+from .training_step import AccelerateEngine, DeepSpeedEngine, GenerationGuard, TrainingCall, WatchedDeepSpeed
 from .view import TrainerView
 
 

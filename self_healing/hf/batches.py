@@ -1,19 +1,23 @@
-"""
-Rows of a prepared batch: how it falls into them, a batch with some left out, and what one row holds.
-
-Shape suffixes: B rows of a batch, N preference pairs (B = 2N), T tokens, S segments of a flattened batch.
-"""
+"""Rows and shapes of prepared batches."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from accelerate.utils.operations import recursively_apply
 
 from .objective import Objective
+from .patching import Replacements
+
+
+# ---- batch layout ----
 
 
 Batch = Mapping[str, Any]
@@ -186,3 +190,80 @@ def row_text(batch: Batch, layout: Layout, row: int, tokenizer: Any, keys: Seque
             kept = ids[mask.bool()] if mask is not None and mask.shape == ids.shape else ids
             return str(decode(kept.tolist(), skip_special_tokens=False))
     return None
+
+
+# ---- call shape: the size of one model call ----
+
+
+Kind = Literal["train", "forward", "generate"]
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """The size of one model call."""
+
+    kind: Kind
+    rows: int
+    length: int
+
+    def __str__(self) -> str:
+        rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
+        return f"{self.rows} tokens" if self.length == 1 else f"{rows} x {self.length}"
+
+
+# ---- preparing ----
+
+
+@contextlib.contextmanager
+def preparing(trainer: Any, change: Callable[[Any], Any], prepared: Any = None) -> Iterator[None]:
+    """Passes what `_prepare_inputs` of a trainer returns through `change`, once."""
+    original, was_set = trainer._prepare_inputs, "_prepare_inputs" in vars(trainer)
+    changed = False
+
+    @functools.wraps(original)
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        nonlocal changed
+        batch = original(*args, **kwargs) if prepared is None or changed else copy.copy(prepared)
+        if changed:
+            return batch
+        changed = True
+        return change(batch)
+
+    trainer._prepare_inputs = prepare
+    try:
+        yield
+    finally:
+        if was_set:
+            trainer._prepare_inputs = original
+        else:
+            del trainer._prepare_inputs
+
+
+# ---- uneven rows ----
+
+
+@contextlib.contextmanager
+def gathering_uneven_rows(accelerator: Any) -> Iterator[None]:
+    """
+    Lets a loss gather what it has computed for each row, such as the rewards of DPO, on ranks of which one has fewer
+    rows.
+    """
+    replaced = Replacements()
+    replaced.wrap(accelerator, "gather", _gather)
+    try:
+        yield
+    finally:
+        replaced.give_back()
+
+
+def _gather(original: Callable[[Any], Any], values: Any) -> Any:
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim():
+            gathered: torch.Tensor = original(tensor)
+            return gathered
+        rows = [int(count) for count in original(torch.tensor([len(tensor)], device=tensor.device))]
+        padded = torch.cat([tensor, tensor.new_zeros(max(rows) - len(tensor), *tensor.shape[1:])])
+        parts = original(padded).split(max(max(rows), 1))
+        return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
+
+    return recursively_apply(gather, values, error_on_other_type=True)

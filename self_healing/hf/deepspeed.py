@@ -1,4 +1,4 @@
-"""What DeepSpeed's ZeRO keeps of a step and of the state it trains: measured, discarded, left out, found."""
+"""Everything about steps under DeepSpeed ZeRO that reads its private parts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from accelerate.utils import DistributedType
 
 from ..system import processes
 from .patching import Replacements
+
+
+# ---- zero ----
 
 
 # What a step moves on in the engine itself, beside weights and optimizer state.
@@ -423,3 +426,58 @@ class Zero:
         else:
             # Views of the optimizer's state by parameter, which may be another one now.
             self.optimizer._hp_optimizer_states_linked = False
+
+
+# ---- zero saving ----
+
+
+def saves_in_known_order(engine: Any) -> bool:
+    """
+    Says whether all that a DeepSpeed engine writes of a checkpoint goes through [`writes_of`], but for the file
+    `latest` before its last barrier.
+    """
+    if engine is None or engine.has_moe_layers or engine.pipeline_parallelism or engine.zero_nvme_offload_optimizer():
+        return False
+    # Others write in threads or processes of their own.
+    writer = getattr(engine, "checkpoint_engine", None)
+    return type(writer).__name__ == "TorchCheckpointEngine" and hasattr(engine, "_copy_recovery_script")
+
+
+def writes_of(engine: Any) -> list[tuple[Any, str]]:
+    """Lists the methods by which an engine writes to disk, and which wait for no other rank, with their objects."""
+    return [
+        (engine.checkpoint_engine, "makedirs"),
+        (engine.checkpoint_engine, "save"),
+        (engine, "_copy_recovery_script"),
+    ]
+
+
+# ---- native adam: what DeepSpeed's Adam for the CPU keeps in its library, beside the state that can be read ----
+
+
+class NativeAdam:
+    """Knows the powers of the betas that DeepSpeed's Adam for the CPU multiplies from step to step."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._entered_at = self._steps
+
+    @staticmethod
+    def is_in(optimizer: Any) -> bool:
+        """Whether an optimizer is DeepSpeed's Adam for the CPU."""
+        return hasattr(optimizer, "ds_opt_adam")
+
+    def count_again(self) -> None:
+        """Multiplies them up to the step of the state that was put in place."""
+        adam, nothing = self._optimizer, torch.empty(0)
+        native, first = adam.ds_opt_adam, adam.param_groups[0]
+        settings = (first["lr"], *first["betas"], first["eps"], first["weight_decay"])
+        native.create_adam(adam.opt_id, *settings, adam.adam_w_mode, False)
+        for step in range(self._entered_at + 1, self._steps + 1):
+            for group in adam.param_groups:
+                of_group = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+                native.adam_update(adam.opt_id, step, *of_group, group["bias_correction"], *[nothing] * 4)
+
+    @property
+    def _steps(self) -> int:
+        return max((int(state.get("step", 0)) for state in self._optimizer.state.values()), default=0)

@@ -1,4 +1,4 @@
-"""Experiments on one step: on some of its rows, on other batches, module by module, in full precision, once more."""
+"""Experiments on steps: on some rows, on kept states, on earlier steps."""
 
 from __future__ import annotations
 
@@ -6,24 +6,32 @@ import copy
 import functools
 import logging
 import math
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers import DefaultFlowCallback, Trainer, TrainerCallback
 
-from ..extents import Search
 from ..failures.recipes import TrainingFault
-from ..instrument.device_memory import free_memory
-from ..instrument.gradients import named_gradients_of
-from ..instrument.loading import TrainingLoader
-from ..instrument.origin import Origin, nonfinite_in
-from ..instrument.window import Window
+from ..ranks import votes
 from ..system import processes
-from ..system.random_state import Repeatability, StepPrint
+from ..system.random_state import RandomState, Repeatability, StepPrint
+from .adapter import Instrument
 from .batches import Layout, select_rows
+from .dataloader import TrainingLoader
+from .engine import Origin, nonfinite_in
+from .hooks import Hooks
+from .memory import free_memory
+from .objective import StepSignals
+from .state import Search, named_gradients_of
+from .step import Control, Recording, Window
 
 
 logger = logging.getLogger(__name__)
+
+
+# ---- experiments ----
 
 
 class StepExperiments:
@@ -212,3 +220,167 @@ class StepExperiments:
         window.add_loss(*window.compute_again_so_far(tokens))
         window.measure_again()
         window.accept()
+
+
+# ---- earlier steps ----
+
+
+class EarlierSteps:
+    """Runs steps that were kept, between the backward of the step that is judged and its `optimizer.step()`."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._engine = window.engine
+        self._state = window.engine.trainer.state
+
+    def loss_of(self, control: Control) -> float:
+        """Computes the loss of an earlier step with the weights as they are, over all ranks."""
+        loss = self._loss_from_the_start(control)
+        if not math.isfinite(loss):
+            # A fault that passes may have struck just then.
+            loss = self._loss_from_the_start(control)
+        self._window.rewind()
+        return loss
+
+    def train_on(self, control: Control, scale: float) -> float:
+        """Takes one optimizer step on an earlier step's batches, as an experiment: weights and moments move."""
+        try:
+            loss = self._loss_from_the_start(control)
+            if math.isfinite(loss):
+                self._engine.step_again(self._engine.rates_in_force(scale))
+        finally:
+            self._window.rewind()
+        return loss
+
+    def replay(self, recording: Recording) -> StepSignals:
+        """Applies an earlier step again, as it was applied then."""
+        window, state = self._window, self._state
+        assert window.start is not None
+        tokens, step, norm = state.num_input_tokens_seen, state.global_step, None
+        # Once the step that is judged has been applied, what was logged and counted since then is as it should be.
+        counts = window.start if step == window.step else window.ledger.capture()
+
+        def compute() -> float:
+            window.discard()
+            recording.rng.restore()
+            return self._loss(recording.control)
+
+        try:
+            # A loss may depend on it.
+            state.global_step = recording.step
+            loss = self._until_it_fits(compute)
+            if math.isfinite(loss):
+                norm = self._engine.step_again(recording.rates, recording.scaled_by, recording.options)
+        finally:
+            state.global_step = step
+            self._engine.discard()
+            window.ledger.rewind_counts(counts)
+            state.num_input_tokens_seen = tokens
+        return StepSignals(recording.step, loss, norm)
+
+    def _loss_from_the_start(self, control: Control) -> float:
+        """Computes the loss of an earlier step, from the random states that the step that is judged began with."""
+
+        def compute() -> float:
+            self._window.rewind()
+            return self._loss(control)
+
+        return self._until_it_fits(compute)
+
+    def _loss(self, control: Control) -> float:
+        """Computes forward and backward of an earlier step; its loss, over all ranks."""
+        last = len(control.calls) - 1
+        with self._engine.accumulating(len(control.calls)):
+            losses = [self._window.compute(call, last=index == last) for index, call in enumerate(control.calls)]
+        total = torch.stack([loss.detach().float() for loss in losses]).sum()
+        ranks = votes.sum_over_ranks("loss of an earlier step", total.reshape(1), total.device)
+        return ranks[0] / processes.world_size()
+
+    def _until_it_fits(self, compute: Callable[[], float]) -> float:
+        return self._engine.until_it_fits(compute, self._window.discard)
+
+
+# ---- one step: computes one step of given micro-batches as a trainer computes any other, and applies nothing ----
+
+
+def compute_one_step(
+    trainer: Any,
+    micro_batches: Sequence[Any],
+    items: Any,
+    random_state: RandomState,
+    judge: Callable[[Window], None],
+    load_from: str | None = None,
+) -> None:
+    """
+    Computes one step of a trainer: its models are prepared by its own `train()`, with mixed precision, activation
+    checkpointing and whatever else it puts around them.
+    """
+    if load_from is not None:
+        trainer._load_from_checkpoint(load_from)
+    loader: Any = torch.utils.data.DataLoader(list(micro_batches), batch_size=None)  # type: ignore[arg-type]
+    trainer.get_train_dataloader = lambda: loader
+    # As the step had them: neither counted again, which with several processes would give another number, ...
+    trainer.get_batch_samples = lambda *_: (list(micro_batches), _on_device(items, trainer.args.device))
+    # ... nor generated again.
+    trainer._prepare_inputs = types.MethodType(Trainer._prepare_inputs, trainer)
+    stage = _Stage(trainer, random_state, judge)
+    trainer.callback_handler.callbacks = [DefaultFlowCallback(), stage]
+    trainer.train()
+    if stage.error is not None:
+        raise stage.error
+    if not stage.judged:
+        raise RuntimeError("train() ended without a step; please report this, with the versions of `doctor`")
+
+
+def _on_device(items: Any, device: torch.device) -> Any:
+    return items.to(device) if isinstance(items, torch.Tensor) else items
+
+
+class _Stage(TrainerCallback, Hooks):
+    """Attaches an instrument to the call of `train()`, and has its one step judged."""
+
+    def __init__(self, trainer: Any, random_state: RandomState, judge: Callable[[Window], None]) -> None:
+        self._trainer = trainer
+        self._random_state = random_state
+        self._judge = judge
+        self._instrument: Instrument | None = None
+        self.error: Exception | None = None
+        self.judged = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._instrument = Instrument(self._trainer, self, heals_exceptions=True, started_at=0.0)
+        self._instrument.attach()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.instrument.epoch_begins()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._random_state.restore()
+        self.instrument.step_begins()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.instrument.before_optimizer_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.instrument.detach()
+
+    @property
+    def instrument(self) -> Instrument:
+        if self._instrument is None:
+            raise RuntimeError("train() has not begun")
+        return self._instrument
+
+    def judge(self, window: Window) -> None:
+        self.judged = True
+        try:
+            self._judge(window)
+        except TrainingFault as fault:
+            self.error = fault.error
+        except Exception as error:
+            # What is raised here would be taken for a failure that training has to be kept from.
+            self.error = error
+        finally:
+            window.skip(None)

@@ -1,20 +1,115 @@
-"""`OutOfMemory`: an out-of-memory error as it is caught, without the frames that hold the memory."""
+"""Memory of device and host: what is in use, an error that it ran out, and batch sizes."""
 
 from __future__ import annotations
 
+import gc
+import math
 import re
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import FrameType
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+import psutil
 import torch
 from transformers import GenerationMixin, Trainer
 
 from ..failures.classify import classify_exception
 from ..failures.recipes import FailureType, text_of
-from ..instrument.device_memory import free_memory, memory_figures
+
+
+# ---- device memory: reads and frees the memory of device and host ----
+
+
+def free_memory(device: torch.device) -> None:
+    """
+    Gives back what nothing refers to: Python's cycles, and then what the allocator of the device keeps for later.
+    """
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
+def memory_figures(device: torch.device) -> dict[str, int]:
+    """Reads the memory in use, in bytes."""
+    found = {"host_used": psutil.Process().memory_info().rss, "host_available": psutil.virtual_memory().available}
+    if device.type == "cuda":
+        statistics = torch.cuda.memory_stats(device)
+        free, total = torch.cuda.mem_get_info(device)
+        found |= {
+            "allocated": statistics.get("allocated_bytes.all.current", 0),
+            "reserved": statistics.get("reserved_bytes.all.current", 0),
+            "peak": statistics.get("allocated_bytes.all.peak", 0),
+            "free": free,
+            "total": total,
+            "alloc_retries": statistics.get("num_alloc_retries", 0),
+        }
+    return found
+
+
+def memory_taken(device: torch.device) -> tuple[float, float, float]:
+    """
+    Reads bytes that tensors take on a device, the most they have taken, and resident memory of this process; NaN where
+    it cannot be told. Takes some tens of microseconds, and waits for no device.
+    """
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    taken, peak = (getattr(module, name, None) for name in ("memory_allocated", "max_memory_allocated"))
+    return (
+        math.nan if taken is None else float(taken(device)),
+        math.nan if peak is None else float(peak(device)),
+        float(psutil.Process().memory_info().rss),
+    )
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Reads how many bytes a CUDA device has; `None` of any other."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+class DeviceRoom:
+    """Reads how much memory of a CUDA device this process holds, and may still have."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def held(self) -> int:
+        """Bytes that tensors hold now."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def left(self) -> int:
+        """Bytes that could be taken beyond them: free on the device, or kept by the allocator, and allowed."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        # Not there in older versions of torch.
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(self._device)
+        return min(free + torch.cuda.memory_reserved(self._device), int(total * fraction)) - self.held()
+
+
+def room_of(device: torch.device) -> DeviceRoom | None:
+    """Gives the reader of a device's memory; `None` where it cannot be read."""
+    return DeviceRoom(device) if device.type == "cuda" else None
+
+
+def alloc_retries(device: torch.device) -> int:
+    """Counts how often `cudaMalloc` failed at first: the memory is nearly full, and the step waits for it."""
+    return 0 if device.type != "cuda" else int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+
+
+def record_memory_history(device: torch.device) -> None:
+    """Has the allocator record its history from here on, for [`write_memory_snapshot`]."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+
+
+def write_memory_snapshot(path: str, device: torch.device) -> bool:
+    """Writes the allocator's history (https://docs.pytorch.org/memory_viz); whether there is one."""
+    if device.type != "cuda":
+        return False
+    torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+    return True
+
+
+# ---- out of memory: an out-of-memory error as it is caught, without the frames that hold the memory ----
 
 
 _T = TypeVar("_T")
@@ -118,3 +213,90 @@ def with_room(compute: Callable[[], _T], device: torch.device, give_up: Callable
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ran out."""
     return classify_exception(error) is FailureType.OUT_OF_MEMORY
+
+
+# ---- batch size ----
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """Sizes before and after; their product stays."""
+
+    rows: int
+    accumulation: int
+    rows_before: int
+    accumulation_before: int
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+class CannotReduce(Exception):
+    """Raised where a smaller batch would change what is trained; the message says why."""
+
+
+def rows_per_step(trainer: Any) -> int:
+    """Counts the rows of one optimizer step, on all processes together."""
+    args, layout = trainer.args, getattr(trainer.accelerator, "parallelism_config", None)
+    # Those that share the rows of one, as under tensor parallelism.
+    sharing = 1 if layout is None else int(layout.non_data_parallel_size)
+    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size // sharing)
+
+
+def smaller_batch(trainer: Any, objective: str, refused: str = "") -> BatchPlan:
+    """Finds the next smaller size, by the smallest factor that divides it."""
+    args = trainer.args
+    rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    factor = next((factor for factor in range(2, rows + 1) if rows % factor == 0), None)
+    if factor is None:
+        raise CannotReduce(f"per_device_train_batch_size is {rows} already")
+    plan = BatchPlan(rows // factor, accumulation * factor, rows, accumulation)
+    why = _why_not_the_same(trainer, objective, refused) or _why_not(trainer, plan)
+    if why:
+        raise CannotReduce(why)
+    return plan
+
+
+def _why_not_the_same(trainer: Any, objective: str, refused: str) -> str:
+    """Says why the loss of smaller micro-batches is not that of the whole; empty where nothing speaks against it."""
+    if objective == "kto":
+        return "KTO subtracts a statistic of the micro-batch"
+    kinds = getattr(trainer, "loss_types", None) or []
+    if objective == "dpo" and any(str(kind).startswith("aot") for kind in kinds):
+        return "the loss sorts the micro-batch"
+    coupled = "batch normalisation" in refused or "depend on each other" in refused
+    return refused if coupled else ""
+
+
+def _why_not(trainer: Any, plan: BatchPlan) -> str:
+    args = trainer.args
+    if hasattr(args, "num_generations"):
+        return "generations are made for batches of the size there is"
+    if args.n_gpu > 1:
+        return "several devices share the batch of this process"
+    if getattr(args, "train_sampling_strategy", "") == "group_by_length" or getattr(args, "group_by_length", False):
+        return "rows are grouped by length within batches, and would come in another order"
+    loader = trainer.callback_handler.train_dataloader
+    try:
+        before = len(loader)
+        total = len(trainer.train_dataset)
+    except TypeError:
+        return "the data are a stream: a resume could not tell where it stood"
+    if getattr(getattr(loader, "batch_sampler", None), "batch_size", plan.rows_before) != plan.rows_before:
+        return "the batches do not come in the size of per_device_train_batch_size"
+    rounded = math.floor if args.dataloader_drop_last else math.ceil
+    share = total / (trainer.accelerator.num_processes or 1)
+    if before != rounded(share / plan.rows_before):
+        return "it is not known how the data become batches"
+    after = rounded(share / plan.rows)
+    if math.ceil(before / plan.accumulation_before) != math.ceil(after / plan.accumulation):
+        return "an epoch would have another number of optimizer steps"
+    return ""
+
+
+def change_batch(trainer: Any, plan: BatchPlan) -> None:
+    """Sets the sizes, between two calls of `train()`: the arguments, and what the Trainer has taken from them."""
+    trainer.args.per_device_train_batch_size = plan.rows
+    trainer.args.gradient_accumulation_steps = plan.accumulation
+    # Read from the arguments once, in the constructor.
+    trainer._train_batch_size = plan.rows

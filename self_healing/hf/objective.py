@@ -1,8 +1,16 @@
-"""Objectives: what differs between SFT, DPO, GRPO and the rest in the rows of a batch and the detectors that apply."""
+"""What differs between SFT, DPO, GRPO and the rest, and the signals of one step as plain floats."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..failures.classify import describe_exception
+
+
+# ---- objectives ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +64,77 @@ def objective_named(name: str) -> Objective:
     if name not in known:
         raise ValueError(f"There is no objective {name!r}. There are: {', '.join(sorted(known))}.")
     return known[name]
+
+
+# ---- objective: the objective of a trainer, and whether its loss is the user's ----
+
+
+# TRL 1.16, GRPOTrainer._compute_loss: the loss types that divide by `num_items_in_batch` of the generation batch.
+_TOKEN_NORMALISED_GRPO = frozenset({"dapo", "cispo", "vespo"})
+
+
+def objective_of(trainer: Any) -> Objective:
+    """Returns the objective of a trainer, by the names of its classes and by where its loss comes from."""
+    own_loss = has_own_loss(trainer)
+    for cls in type(trainer).__mro__:
+        if cls.__name__ not in BY_CLASS_NAME:
+            continue
+        objective = BY_CLASS_NAME[cls.__name__]
+        if objective.name == "grpo":
+            token_normalised = getattr(trainer, "loss_type", None) in _TOKEN_NORMALISED_GRPO
+            objective = replace(objective, counts_own_tokens=token_normalised)
+        if own_loss:
+            # What comes out may be anything; what stays true of it is what the safe subset judges.
+            objective = replace(objective, detectors=objective.detectors & ANY_POSITIVE_LOSS)
+        return objective
+    return UNKNOWN if own_loss else GENERIC
+
+
+def what_is_trained(trainer: Any, error: BaseException | None) -> str:
+    """Says it for the table of known errors, with the columns that the Trainer takes away if an error misses one."""
+    taken = set[str]()
+    with suppress(Exception):
+        if error is not None and trainer.args.remove_unused_columns and "KeyError" in describe_exception(error):
+            columns = getattr(trainer.train_dataset, "column_names", None) or dict(trainer.train_dataset[0])
+            taken = {*columns} - {*trainer._signature_columns}
+    return f"[objective {objective_of(trainer).name}][taken away: {sorted(taken)}]"
+
+
+def has_own_loss(trainer: Any) -> bool:
+    """Whether the loss is the user's: a function given to the trainer, or a subclass that computes it itself."""
+    if getattr(trainer, "compute_loss_func", None) is not None:
+        return True
+    for method in ("compute_loss", "_compute_loss", "training_step"):
+        owner = next((cls for cls in type(trainer).__mro__ if method in vars(cls)), None)
+        if owner is not None and owner.__module__.partition(".")[0] not in ("transformers", "trl"):
+            return True
+    return False
+
+
+# ---- signals: loss, gradient norm and duration of one optimizer step, as plain floats ----
+
+
+@dataclass(frozen=True, slots=True)
+class StepSignals:
+    """
+    One optimizer step, read between the backward of its last micro-batch and `optimizer.step()`.
+
+    Args:
+        step (`int`):
+            Number of optimizer steps finished before this one (the Trainer's `global_step`).
+        loss (`float`):
+            Sum of the micro-batch losses as the Trainer adds them up, in nats for language models.
+        grad_norm (`float`, *optional*):
+            Total gradient norm before clipping. `None` where the trainer computes none.
+        seconds (`float`, *optional*, defaults to 0.0):
+            Time from the first forward of the step to now.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and (self.grad_norm is None or math.isfinite(self.grad_norm))

@@ -1,24 +1,189 @@
-"""`OneRankRetry`: computes a micro-batch again on one rank of several, while the others wait for its gradients."""
+"""Computes again, in whatever way fits, what ran out of memory; on one rank of several as well."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..instrument.preparing import preparing
+from ..failures import recipes
+from ..failures.classify import classify_exception
+from ..failures.recipes import FailureType, TrainingFault
 from ..ranks import votes
 from ..system import processes
+from .batches import preparing
 from .deepspeed import Zero, zero_of
-from .memory import Place
+from .engine import THROUGH
+from .hooks import Failsafe, Hooks
+from .memory import OutOfMemory, Place, caught, free_memory, is_out_of_memory, let_go
 from .patching import Replacements
+from .sections import Heartbeat
+from .state import innermost
+from .step import Window
 from .trainer_state import Bookkeeper, Bookkeeping
 from .view import TrainerView
+
+
+logger = logging.getLogger(__name__)
+
+
+# ---- memory retry: computes again, in whatever way fits, what ran out of memory ----
+
+
+_T = TypeVar("_T")
+
+# How long a rank whose training code has raised in an experiment waits for the others to be through theirs.
+_COMPUTING_SECONDS = 20.0
+
+
+class MemoryRetry:
+    """Has memory freed where it ran out, and computes again what failed."""
+
+    def __init__(
+        self,
+        view: TrainerView,
+        hooks: Hooks,
+        failsafe: Failsafe,
+        heartbeat: Heartbeat,
+        window: Callable[[], Window | None],
+    ) -> None:
+        self._view = view
+        self._hooks = hooks
+        self._failsafe = failsafe
+        self._heartbeat = heartbeat
+        self._window = window
+        # Whether what is computed is an experiment, which may fail where the run must not.
+        self.experimenting = False
+
+    def caught(self, error: Exception, place: Place | None = None, alone: bool = False) -> OutOfMemory | None:
+        """Takes an exception as an out-of-memory error to be handled; `None` for any other one."""
+        if not self._failsafe.attached or not self._view.can_reexecute or not self._hooks.heals_memory:
+            return None
+        found = caught(error, self._view.device, place)
+        if found is None or processes.world_size() == 1:
+            return found
+        if alone:
+            return replace(found, alone=True)
+        self.ends_the_job(found)
+        return None
+
+    def ends_the_job(self, ran_out: OutOfMemory) -> None:
+        """Has written down what did not fit on one rank of several, where it cannot be computed again without them."""
+        with self._failsafe.contained():
+            self._hooks.oom_on_one_rank(ran_out)
+
+    def handled(self, ran_out: OutOfMemory) -> bool:
+        """Whether there is more memory now for a training step that lacked some."""
+        return self._handled(lambda: self._hooks.handle_oom(ran_out, self._window()))
+
+    def handled_in_evaluation(self, ran_out: OutOfMemory) -> bool:
+        """As [`handled`], for a batch of an evaluation."""
+        return self._handled(lambda: self._hooks.handle_oom(ran_out, None))
+
+    def handled_in_optimizer_step(self, ran_out: OutOfMemory) -> bool:
+        """As [`handled`], for `optimizer.step()`, which may have changed some weights."""
+        return self._handled(lambda: self._hooks.handle_oom_in_optimizer_step(ran_out, self._window()))
+
+    def _handled(self, handle: Callable[[], bool]) -> bool:
+        for section in ("step", "optimizer", "prediction", "generate"):
+            # Row by row, a part takes many times as long.
+            self._heartbeat.be_patient(section)
+        handled = False
+        with self._failsafe.contained():
+            handled = handle()
+        return handled
+
+    def on_success(self) -> None:
+        """Called when something that may have run out of memory before has been computed."""
+        with self._failsafe.contained():
+            self._hooks.on_success()
+
+    def until_it_fits(self, compute: Callable[[], _T], discard: Callable[[], None]) -> _T:
+        """
+        Computes something that begins with rewinding the step: it can be begun again with more memory, or once more.
+        """
+        repeated = False
+        while True:
+            try:
+                result = compute()
+            except TrainingFault as fault:
+                error, others_wait = fault.error, fault.others_wait
+            except Exception as ours:
+                # What is computed around the training step: rows picked, buffers put back, the gradient norm.
+                if not is_out_of_memory(ours):
+                    raise
+                error, others_wait = ours, False
+            else:
+                self.on_success()
+                return result
+            # Outside of the handler: what the failed attempt held is gone, but for its gradients.
+            if is_out_of_memory(error):
+                discard()
+            ran_out = self.caught(error)
+            if ran_out is not None and self.handled(ran_out):
+                continue
+            if repeated or not self._may_have_passed(error):
+                raise TrainingFault(error, others_wait) from error
+            repeated = True
+
+    def _may_have_passed(self, error: Exception) -> bool:
+        """
+        Whether a computation that is to heal another fault is tried once more after an exception: not where memory
+        ran out and all has been tried, nor on several processes, where the others are waiting.
+        """
+        if processes.world_size() > 1:
+            return False
+        if is_out_of_memory(error) and not self._hooks.heals_memory:
+            # Nothing is to be done where training runs out of memory; but this is none of what it computes.
+            let_go(error)
+            free_memory(self._view.device)
+            return True
+        lasting = (FailureType.OUT_OF_MEMORY, FailureType.DEVICE, FailureType.PROCESS_DIED)
+        if classify_exception(error) in lasting:
+            return False
+        logger.info("Step %d: computed once more.", self._view.step, exc_info=error)
+        return True
+
+    @contextlib.contextmanager
+    def experiment(self) -> Iterator[None]:
+        """Marks what is computed inside as not needed by the run: where memory runs out in it, it is given up."""
+        before, self.experimenting = self.experimenting, True
+        try:
+            yield
+            votes.wait_for_all_ranks("an experiment is over", self._view.device)
+        except TrainingFault as fault:
+            self._give_up_together(fault)
+            raise
+        except votes.RankRaised as error:
+            raise TrainingFault(error, others_know=True) from error
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            in_ours = TrainingFault(error)
+            self._give_up_together(in_ours)
+            raise in_ours from error
+        finally:
+            self.experimenting = before
+
+    def _give_up_together(self, fault: TrainingFault) -> None:
+        """Has all ranks give up an experiment in which training code has raised on this one."""
+        if processes.world_size() == 1 or fault.others_know:
+            return
+        if fault.others_wait and not votes.all_reach(THROUGH, _COMPUTING_SECONDS):
+            raise recipes.Stranded("an experiment failed on this rank alone") from fault.error
+        fault.others_know = True
+        with contextlib.suppress(votes.RankRaised):
+            votes.tell_raised(self._view.device)
+
+
+# ---- one rank: computes a micro-batch again on one rank of several, while the others wait for its gradients ----
 
 
 # By which trainers have ranks meet in a loss.
@@ -232,3 +397,70 @@ def _copied(answer: Any) -> Any:
     if isinstance(answer, torch.Tensor):
         return answer.detach().clone()
     return type(answer)(map(_copied, answer)) if type(answer) in (list, tuple) else answer
+
+
+# ---- less memory: settings of a trainer's model and optimizer that take less memory for the same result ----
+
+
+class ActivationCheckpointing:
+    """Switches activation checkpointing of a model on and off in the middle of a run."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._mine = self._inputs_needed_gradients = False
+
+    @property
+    def on(self) -> bool:
+        """Whether activation checkpointing is on."""
+        # Renamed in transformers 5.2x; the old name warns there.
+        for name in ("is_activation_checkpointing", "is_gradient_checkpointing"):
+            found = getattr(self._model, name, None)
+            if found is not None:
+                return bool(found)
+        return False
+
+    def switch_on(self) -> bool:
+        """Switches it on, if the model supports it; whether that changed anything."""
+        if self.on or not getattr(self._model, "supports_gradient_checkpointing", False):
+            return False
+        self._inputs_needed_gradients = hasattr(self._model, "_require_grads_hook")
+        self._call("enable", {"use_reentrant": False})
+        self._mine = self.on
+        return self._mine
+
+    def switch_off(self) -> None:
+        """Undoes [`switch_on`]."""
+        if self._mine:
+            self._call("disable")
+            if not self._inputs_needed_gradients and hasattr(self._model, "_require_grads_hook"):
+                self._model.disable_input_require_grads()
+        self._mine = False
+
+    def _call(self, what: str, options: dict[str, Any] | None = None) -> None:
+        for name in ("activation", "gradient"):
+            method = getattr(self._model, f"{name}_checkpointing_{what}", None)
+            if method is not None:
+                method(**({} if options is None else {f"{name}_checkpointing_kwargs": options}))
+                return
+
+
+class UpdateOneByOne:
+    """Has an optimizer of torch update parameter by parameter: all at once takes as much memory again as they do."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._before: list[tuple[dict[str, Any], Any]] = []
+
+    def switch_on(self) -> bool:
+        """Switches it on; whether that changed anything."""
+        for group in getattr(innermost(self._optimizer), "param_groups", []):
+            if "foreach" in group and group["foreach"] is not False and not group.get("fused"):
+                self._before.append((group, group["foreach"]))
+                group["foreach"] = False
+        return bool(self._before)
+
+    def switch_off(self) -> None:
+        """Undoes [`switch_on`]."""
+        for group, foreach in self._before:
+            group["foreach"] = foreach
+        self._before.clear()

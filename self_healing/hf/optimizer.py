@@ -1,25 +1,26 @@
-"""`OptimizerStep`: the trainer's `optimizer.step()`, taken with the rates in force, and again where memory ran out."""
+"""Around `optimizer.step()`: whether it was taken, and with which learning rates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..instrument.hooks import Hooks
-from ..instrument.less_memory import UpdateOneByOne
-from ..instrument.memory_retry import MemoryRetry
-from ..instrument.phase import Phase
-from ..instrument.rates import Rates
-from ..instrument.step_mark import StepMark
-from ..instrument.window import Window
 from ..ranks import votes
 from ..system import processes
 from .deepspeed import engine_of
-from .hooks import Failsafe
+from .hooks import Failsafe, Hooks
+from .oom import MemoryRetry, UpdateOneByOne
 from .reentry import Reentry
+from .sections import Phase
 from .state import innermost
+from .step import Window
+from .view import TrainerView
+
+
+# ---- optimizer step ----
 
 
 class OptimizerStep:
@@ -144,3 +145,126 @@ class OptimizerStep:
     def update_one_by_one(self) -> bool:
         """Makes the optimizer update parameter by parameter, with less memory at a time; whether it did not before."""
         return self._one_by_one.switch_on()
+
+
+# ---- rates: sets the learning rates that an optimizer step is taken with, for that step ----
+
+
+class Rates:
+    """Sets rates and options of the parameter groups for one step."""
+
+    def __init__(self, trainer: Any, view: TrainerView, hooks: Hooks) -> None:
+        self._trainer = trainer
+        self._view = view
+        self._hooks = hooks
+
+    def scale(self) -> float:
+        """The factor in force on the schedule's rates."""
+        scale = self._hooks.rate_scale(self._view.step)
+        return scale if scale == 1.0 or self._view.can_scale_rate else 1.0
+
+    def in_force(self, scale: float | None = None) -> list[Any]:
+        """The rate of each parameter group: the schedule's, times the factor in force or another one."""
+        if scale is None:
+            scale = self.scale()
+        rates = [group["lr"] for group in self._trainer.optimizer.param_groups]
+        # Not even multiplied by 1: a rate kept as a tensor would have to be read.
+        return rates if scale == 1.0 or not self._view.can_scale_rate else [rate * scale for rate in rates]
+
+    def options(self) -> list[dict[str, Any]]:
+        """Settings of each parameter group that schedules change beside the rate (one-cycle momentum)."""
+        return [
+            {name: group[name] for name in ("betas", "momentum", "weight_decay") if name in group}
+            for group in self._trainer.optimizer.param_groups
+        ]
+
+    @contextlib.contextmanager
+    def set_in_update(self, rates: Sequence[Any]) -> Iterator[None]:
+        """
+        Puts rates in place whenever the optimizer updates weights, and for nothing else of the step: DeepSpeed moves
+        its schedule on in it, and calls the optimizer once for each group.
+        """
+        inner, groups = innermost(self._trainer.optimizer), list(self._trainer.optimizer.param_groups)
+        with contextlib.ExitStack() as update:
+            # Of all groups: under ZeRO-1 and 2 the optimizer has only the one that is updated meanwhile.
+            before = inner.register_step_pre_hook(lambda *_: update.enter_context(_in_place(rates, groups)))
+            after = inner.register_step_post_hook(lambda *_: update.close())
+            try:
+                yield
+            finally:
+                before.remove()
+                after.remove()
+
+    @contextlib.contextmanager
+    def set(self, rates: Sequence[Any], options: Sequence[Mapping[str, Any]] = ()) -> Iterator[None]:
+        """Puts rates, and options where there are any, in place for the time of a step."""
+        groups, theirs = self._trainer.optimizer.param_groups, self.options() if options else []
+        try:
+            for group, chosen in zip(groups, options, strict=False):
+                group.update(chosen)
+            with _in_place(rates, groups):
+                yield
+        finally:
+            for group, before in zip(groups, theirs, strict=False):
+                group.update(before)
+
+
+@contextlib.contextmanager
+def _in_place(rates: Sequence[Any], groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+    theirs = [group["lr"] for group in groups]
+    try:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        yield
+    finally:
+        for group, rate in zip(groups, theirs, strict=True):
+            group["lr"] = rate
+
+
+# ---- step mark ----
+
+
+# Optimizers that write to tensors through torch, which counts it; kernels of others may go around the counter.
+_COUNTED = ("torch", "transformers")
+
+
+class StepMark:
+    """Notes the versions of the parameters before the step in which the optimizer makes its state, the first one."""
+
+    def __init__(self, optimizer: Any) -> None:
+        inner = innermost(optimizer)
+        counted = type(inner).__module__.partition(".")[0] in _COUNTED
+        self._optimizer = inner if isinstance(inner, torch.optim.Optimizer) and counted else None
+        self._before: dict[torch.Tensor, int] | None = None
+
+    def set(self) -> None:
+        """Notes the versions, right before the step."""
+        self._before = None
+        if self._optimizer is not None and not self._optimizer.state:
+            self._before = {
+                parameter: parameter._version
+                for group in self._optimizer.param_groups
+                for parameter in group["params"]
+            }
+
+    def undo(self) -> bool:
+        """Clears the state that a step which raised has made, which may be incomplete."""
+        if self._optimizer is None or self._before is None:
+            return False
+        if any(parameter._version != version for parameter, version in self._before.items()):
+            return False
+        state = self._optimizer.state
+        if self._fused and any(_counts(each) for each in state.values()):
+            return False
+        state.clear()
+        return True
+
+    @property
+    def _fused(self) -> bool:
+        """Whether kernels are fused: they write to tensors without torch counting it, but count their steps."""
+        return self._optimizer is not None and any(group.get("fused") for group in self._optimizer.param_groups)
+
+
+def _counts(state: Any) -> bool:
+    """Whether an update has been made with this state, or may have been."""
+    return "step" not in state or float(state["step"]) != 0

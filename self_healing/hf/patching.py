@@ -1,10 +1,26 @@
-"""Replaces attributes of the run's objects for a while, and gives them back as they were."""
+"""Replaces attributes and methods of the run for a while, and gives them back as they were; finds the trainer."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+import logging
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
 from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import ProgressCallback, Trainer
+
+
+logger = logging.getLogger(__name__)
+
+
+# ---- replacing: replaces attributes of the run's objects for a while, and gives them back as they were ----
 
 
 class _Replaced(NamedTuple):
@@ -59,3 +75,163 @@ class Replacements:
                 setattr(each.holder, each.name, each.original)
             else:
                 vars(each.holder).pop(each.name, None)
+
+
+# ---- interception: intercepts a method of one model, and not of its copies ----
+
+
+class Interception:
+    """Stands in for a method of one model."""
+
+    def __init__(
+        self, model: torch.nn.Module, name: str, original: Callable[..., Any], wrapper: Callable[..., Any]
+    ) -> None:
+        # Before its own attributes, as it takes over those of the original, which may be one like it.
+        functools.update_wrapper(self, original)
+        self._model, self._name, self._original, self._wrapper = model, name, original, wrapper
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapper(self._original, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        # A pickled model is read without this library: there it is a method of its class again.
+        return getattr, (self._model, self._name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied, method = memo.get(id(self._model)), getattr(type(self._model), self._name, None)
+        # Without a method of the class there is nothing that could be bound to the copy (a compiled call).
+        return self._original if copied is None or method is None else types.MethodType(method, copied)
+
+
+# ---- on exception: a block that hands its exception to a method ----
+
+
+class OnException:
+    """Asks a method about the exception that leaves a block, as often as it is entered."""
+
+    __slots__ = ("_ends_with",)
+
+    def __init__(self, ends_with: Callable[[BaseException], bool]) -> None:
+        self._ends_with = ends_with
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        return error is not None and self._ends_with(error)
+
+
+# ---- entry hooks: the hooks that `train()` itself puts on the model, and takes off only where it ends by itself ----
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@contextlib.contextmanager
+def entry_hooks_removed_on_exception(trainer: Any) -> Iterator[None]:
+    """
+    Takes off, if an exception leaves a call of `train()`, what that call put on the model before its first callback
+    (NEFTune's noise, the hooks of activation checkpointing and of `debug="underflow_overflow"`).
+    """
+    model = trainer.model
+    before = {key for _, key in _hooks_of(model)}
+    replacements = Replacements()
+    put_on: list[tuple[dict[int, Any], int]] | None = None
+
+    def new_ones() -> list[tuple[dict[int, Any], int]]:
+        return [(hooks, key) for hooks, key in _hooks_of(model) if key not in before]
+
+    def note_and_tell(original: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal put_on
+        put_on = new_ones()
+        return original(*args, **kwargs)
+
+    replacements.wrap(trainer.callback_handler, "on_train_begin", note_and_tell)
+    try:
+        yield
+    except BaseException:
+        for hooks, key in new_ones() if put_on is None else put_on:
+            hooks.pop(key, None)
+        raise
+    finally:
+        replacements.give_back()
+
+
+def _hooks_of(model: Any) -> Iterator[tuple[dict[int, Any], int]]:
+    # With `model_init` each call has a model of its own, and the first one is not made yet.
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        for name in _HOOKS:
+            hooks = vars(module)[name]
+            yield from ((hooks, key) for key, hook in list(hooks.items()) if not _shards(hook))
+
+
+def _shards(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+
+
+# ---- discovery: finds the trainer in the call stack: it hands callbacks its state, not itself ----
+
+
+def find_trainer(callback: Any) -> Trainer | None:
+    """
+    Finds the trainer whose `train()` is calling the callback right now: the caller of `on_train_begin` is one of its
+    methods.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if isinstance(candidate, Trainer) and callback in candidate.callback_handler.callbacks:
+            return candidate
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def is_training(trainer: Trainer, frame: Any) -> bool:
+    """Whether a frame was called, however indirectly, by `train()` of a trainer."""
+    while frame is not None:
+        if frame.f_code.co_name == "train" and frame.f_locals.get("self") is trainer:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def find_resume_path() -> str | None:
+    """Finds the checkpoint that the `train()` call under way resumes from."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), Trainer) and "resume_from_checkpoint" in frame.f_locals:
+            path = frame.f_locals["resume_from_checkpoint"]
+            return str(path) if isinstance(path, (str, os.PathLike)) else None
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+# ---- progress bars ----
+
+
+def remove_progress_bars(trainer: Any) -> None:
+    """
+    Takes away the bars that callbacks have left on the terminal: entered again, `train()` has them draw new ones,
+    which would be drawn below those, and over what is written in between.
+    """
+    for callback in trainer.callback_handler.callbacks:
+        try:
+            if isinstance(callback, ProgressCallback):
+                _remove_bars(callback)
+            elif getattr(callback, "rich_group", None) is not None:
+                # RichProgressCallback (TRL 1.16), which need not be installed.
+                callback.rich_group.stop()
+                callback.rich_group = None
+        except Exception:
+            logger.info("The progress bars of %s could not be removed.", type(callback).__name__, exc_info=True)
+
+
+def _remove_bars(callback: ProgressCallback) -> None:
+    for name in ("prediction_bar", "training_bar"):
+        bar = getattr(callback, name)
+        if bar is not None:
+            bar.leave = False
+            bar.close()
+            setattr(callback, name, None)

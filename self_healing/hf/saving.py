@@ -1,24 +1,290 @@
-"""`SavingTogether`: a checkpoint that several processes write is whole on all of them, or on none."""
+"""Checkpoints as the Trainer writes them: when, by which ranks together, the best one, what is uploaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from accelerate.utils import save_fsdp_optimizer
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import Trainer
+from transformers import trainer as trainer_module
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..checkpoints.choice import writes_checkpoints
 from ..failures import recipes
-from ..failures.classify import costs_its_save, describe_exception
-from ..instrument.zero_saving import saves_in_known_order, writes_of
+from ..failures.classify import classify_exception, costs_its_save, describe_exception
+from ..failures.recipes import FailureType
 from ..ranks import votes
-from .deepspeed import engine_of
+from ..system import processes
+from ..system.files import BESIDE_DIR, EMERGENCY_DIR, MARKER_FILE, STATE_FILE
+from ..system.random_state import RandomState
+from .deepspeed import engine_of, saves_in_known_order, writes_of
+from .hooks import Failsafe, Hooks
 from .patching import Replacements
+from .reentry import Leaving
+from .trainer_state import Bookkeeper, Bookkeeping, plain_value
+from .view import TrainerView
+
+
+logger = logging.getLogger("self_healing")
+
+
+# ---- save schedule: writes the checkpoints that the Trainer's schedule asks for, once their state is vouched for ----
+
+
+class SaveSchedule:
+    """Wraps what the Trainer calls to save on its schedule."""
+
+    def __init__(
+        self, trainer: Any, view: TrainerView, ledger: Bookkeeper, hooks: Hooks, failsafe: Failsafe, leaving: Leaving
+    ) -> None:
+        self._trainer = trainer
+        self._view = view
+        self._ledger = ledger
+        self._hooks = hooks
+        self._failsafe = failsafe
+        self._leaving = leaving
+        # Set where a checkpoint that cannot be written does not end the run.
+        self.writer: CheckpointSaving | None = None
+        self.longest = 0.0
+        # Whether one is being written right now.
+        self.writing = False
+        self._on_schedule = self._held_back = False
+        self._best_before: tuple[float | None, int | None] = (None, None)
+
+    # ---- wrapped methods, in the order they are called ----
+
+    def maybe_log_save_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wraps `_maybe_log_save_evaluate`: asks for a checkpoint that is owed."""
+        control, state = self._trainer.control, self._trainer.state
+        if self._hooks.owes_checkpoint() and (control.should_training_stop or not self._hooks.checkpoints_wait()):
+            control.should_save = True
+        self._best_before = state.best_metric, state.best_global_step
+        if self.writer is not None:
+            self.writer.evaluation_may_follow()
+        return self._as_scheduled(original, *args, **kwargs)
+
+    def save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wraps `_save_checkpoint`."""
+        if self._on_schedule and self._failsafe.attached and not self._must_wait():
+            with self._failsafe.contained(), self._failsafe.together():
+                self._hooks.vouch_for_state()
+        if self._must_wait():
+            self._held_back = True
+            self._hooks.checkpoint_waits()
+            return None
+        if self._on_schedule:
+            with self._failsafe.contained():
+                self._hooks.before_save(self._view.step)
+        with self._timed(), refusing_nothing(self._trainer, whole=self._leaving.begun):
+            if not self._on_schedule or self.writer is None:
+                return original(*args, **kwargs)
+            if not self.writer.write(original, *args, **kwargs):
+                self._held_back = True
+        return None
+
+    def on_save(self, original: Callable[..., Any], args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Wraps the callbacks' `on_save`, which is not called where no checkpoint was written."""
+        if self._on_schedule and self._held_back:
+            control.should_save = False
+            return control
+        return original(args, state, control, **kwargs)
+
+    def _must_wait(self) -> bool:
+        """Whether a checkpoint that the Trainer's schedule asks for has to wait."""
+        state = self._trainer.state
+        vouched_for = state.best_global_step is not None and state.best_global_step == state.global_step
+        at_the_end = self._trainer.control.should_training_stop
+        return self._on_schedule and self._hooks.checkpoints_wait() and not vouched_for and not at_the_end
+
+    def _as_scheduled(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._on_schedule, self._held_back = True, False
+        try:
+            return save(*args, **kwargs)
+        finally:
+            self._on_schedule = False
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        began, self.writing = time.monotonic(), True
+        try:
+            yield
+        finally:
+            self.writing = False
+            self.longest = max(self.longest, time.monotonic() - began)
+
+    # ---- for healers ----
+
+    def write_checkpoint(self) -> None:
+        """Writes a checkpoint of the trainer as it stands, as if its schedule had asked for one."""
+        self._as_scheduled(self._write_checkpoint)
+
+    def _write_checkpoint(self) -> None:
+        trainer = self._trainer
+        trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+        trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+
+    def disown_best(self) -> None:
+        """Takes back that the state about to be saved is the best model, whatever the evaluation of this step said."""
+        state = self._trainer.state
+        if state.best_global_step == self._view.step:
+            state.best_metric, state.best_global_step = self._best_before
+
+    def finite_once_healed(self, finished: Bookkeeping) -> bool:
+        """Whether weights, buffers and optimizer state are finite between two steps, once what can be healed is."""
+        if not self._view.nonfinite_tensors():
+            return True
+        with self._failsafe.contained():
+            self._hooks.vouch_for_state()
+        self._ledger.rewind(finished)
+        return not self._view.nonfinite_tensors()
+
+
+# ---- saving ----
+
+
+class SaveOutcomes(Protocol):
+    """The events of saving checkpoints."""
+
+    def failed(self, error: Exception, checkpoint: Path, step: int, best: str | None, untouched: bool) -> bool:
+        """Called when a checkpoint could not be written."""
+
+    def failed_together(self, error: Exception, checkpoint: Path, step: int, again: bool) -> None:
+        """Called on the other ranks with what [`failed`] has returned on the first one."""
+
+    def not_rotated(self, error: Exception, checkpoint: Path, step: int) -> None:
+        """Called when a checkpoint was written, and an older one could not be removed."""
+
+    def saved(self, checkpoint: Path, step: int) -> None:
+        """Called when a checkpoint was written."""
+
+
+class CheckpointSaving:
+    """Writes the checkpoints of one trainer's schedule."""
+
+    def __init__(
+        self, trainer: Any, outcomes: SaveOutcomes, contained: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
+        self._trainer = trainer
+        self._outcomes = outcomes
+        self._contained = contained
+        self._best: tuple[float | None, int | None] = (None, None)
+
+    def evaluation_may_follow(self) -> None:
+        """Called before the Trainer evaluates: a best model that cannot be saved is not the best one on disk."""
+        state = self._trainer.state
+        self._best = state.best_metric, state.best_global_step
+
+    def write(self, save: Callable[..., None], model: Any, trial: Any, *args: Any, **kwargs: Any) -> bool:
+        """Calls the Trainer's `_save_checkpoint`."""
+        trainer, together = self._trainer, SavingTogether(self._trainer)
+        several = processes.world_size() > 1
+        if several and not together.possible:
+            save(model, trial, *args, **kwargs)
+            return True
+        step = int(trainer.state.global_step)
+        checkpoint = Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{step}"
+        rewind = self._mark()
+        while True:
+            before = _files_of(checkpoint)
+            try:
+                if several:
+                    together.save(save, checkpoint, model, trial, *args, **kwargs)
+                else:
+                    save(model, trial, *args, **kwargs)
+            except Exception as error:
+                # Of a connection, and not of a file: it is waited for, and the save is made again.
+                lost = getattr(error, "errno", 0) is None and classify_exception(error) is FailureType.NETWORK
+                if (lost and not several) or not costs_its_save(error):
+                    raise
+                written, again = was_rotating(error), None
+                with self._contained():
+                    if written:
+                        self._outcomes.not_rotated(error, checkpoint, step)
+                    else:
+                        rewind()
+                        best = trainer.state.best_model_checkpoint
+                        # One that is to be written again may have been marked as incomplete before.
+                        complete = str(checkpoint / STATE_FILE) in before
+                        untouched = complete and _files_of(checkpoint) == before
+                        decides = processes.is_first_rank()
+                        again = decides and self._outcomes.failed(error, checkpoint, step, best, untouched)
+                if written:
+                    return True
+                if several:
+                    again = self._decided_together(again, error, checkpoint, step)
+                if again is None:
+                    # Handling it has failed as well.
+                    raise
+                if not again:
+                    if trainer.state.best_global_step == step:
+                        trainer.state.best_metric, trainer.state.best_global_step = self._best
+                    return False
+            else:
+                with self._contained():
+                    self._outcomes.saved(checkpoint, step)
+                return True
+
+    def _decided_together(self, again: bool | None, error: Exception, checkpoint: Path, step: int) -> bool | None:
+        """What the first rank has decided, and done about the files; `None` where that has failed on any rank."""
+        device = self._trainer.accelerator.device
+        failed, wanted, *_ = votes.sum_over_ranks(
+            "the checkpoint is written once more", [again is None, bool(again)], device
+        )
+        if failed:
+            return None
+        again = wanted > 0
+        if not processes.is_first_rank():
+            with self._contained():
+                self._outcomes.failed_together(error, checkpoint, step, again)
+        return again
+
+    def _mark(self) -> Callable[[], None]:
+        """Notes what saving changes beside files; the function it returns puts that back."""
+        state = self._trainer.state
+        best = state.best_model_checkpoint
+        callbacks = {
+            name: list(kept) if isinstance(kept, list) else kept for name, kept in state.stateful_callbacks.items()
+        }
+        rng = RandomState.capture(self._trainer.accelerator.device)
+
+        def rewind() -> None:
+            state.best_model_checkpoint = best
+            state.stateful_callbacks = {
+                name: list(kept) if isinstance(kept, list) else kept for name, kept in callbacks.items()
+            }
+            rng.restore()
+
+        return rewind
+
+
+def _files_of(checkpoint: Path) -> dict[str, tuple[int, int, int]]:
+    """Inode, size and time of change of all files; none for a checkpoint that is not there."""
+    found: dict[str, tuple[int, int, int]] = {}
+    with contextlib.suppress(OSError):
+        for path in checkpoint.rglob("*"):
+            if path.is_file():
+                status = path.stat()
+                found[str(path)] = status.st_ino, status.st_size, status.st_mtime_ns
+    return found
+
+
+# ---- saving together: a checkpoint that several processes write is whole on all of them, or on none ----
 
 
 # What `_save_checkpoint` is made of before it writes the state of the Trainer, last of all.
@@ -170,3 +436,271 @@ def _left(error: BaseException, function: str) -> bool:
             return True
         traceback = traceback.tb_next
     return False
+
+
+# ---- own checkpoints ----
+
+
+# What is written again once what a step owed is done; all other files are those of the checkpoint before.
+_WRITTEN_AGAIN = ("optimizer", "scheduler", "rng_state", TRAINER_STATE_NAME, "global_step", "latest")
+
+
+def emergency_path(trainer: Any) -> Path:
+    """The path of the emergency checkpoint of the current step, written or not."""
+    return Path(trainer.args.output_dir, EMERGENCY_DIR, f"checkpoint-{trainer.state.global_step}")
+
+
+def write_checkpoint(trainer: Any, folder: Path) -> None:
+    """Writes a checkpoint of the trainer as it stands into a folder."""
+    ours, elsewhere = Replacements(), {"save_strategy": SaveStrategy.NO, "output_dir": str(folder)}
+    for name, value in ({"push_to_hub": False, "save_only_model": False} | elsewhere).items():
+        ours.put(trainer.args, name, value)
+    try:
+        trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+    finally:
+        ours.give_back()
+
+
+def write_beside(trainer: Any, checkpoint: Path) -> Path:
+    """
+    Writes a checkpoint once more as the trainer stands now, beside the one before: a process that is killed meanwhile
+    leaves that one whole.
+    """
+    beside = Path(trainer.args.output_dir, BESIDE_DIR, checkpoint.name)
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    for file in checkpoint.rglob("*"):
+        relative = file.relative_to(checkpoint)
+        if file.is_file() and not relative.parts[0].startswith((*_WRITTEN_AGAIN, MARKER_FILE)):
+            _link_or_copy(file, beside / relative)
+    trainer._save_optimizer_and_scheduler(str(beside))
+    trainer._save_rng_state(str(beside))
+    with refusing_nothing(trainer):
+        trainer.state.save_to_json(str(beside / TRAINER_STATE_NAME))
+    return beside
+
+
+def _link_or_copy(file: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(file, target)
+    except OSError:
+        # The file system has no hard links.
+        shutil.copy2(file, target)
+
+
+@contextlib.contextmanager
+def refusing_nothing(trainer: Any, whole: bool = False) -> Iterator[None]:
+    """Within it, what JSON or safetensors refuses is written in a form that they take, and named; the rest as ever."""
+    replacements, state, model = Replacements(), trainer.state, trainer.model
+
+    def save_state(original: Any, path: str) -> None:
+        try:
+            original(path)
+        except (TypeError, ValueError, RuntimeError):
+            odd = dict[str, str]()
+            plain = {each.name: plain_value(getattr(state, each.name), each.name, odd) for each in fields(state)}
+            replace(state, **plain).save_to_json(path)
+            told = ", ".join(f"{name} ({kind})" for name, kind in odd.items())
+            logger.warning(
+                "%s has as numbers or text what JSON cannot hold: %s.", path, told or "keys that are no text"
+            )
+
+    def save_weights(original: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            original(*args, **kwargs)
+        except (ValueError, RuntimeError):
+            # Weights that are handed over are gathered from several processes. Without the attribute the Trainer
+            # (5.23) raises on names that are missing.
+            again = hasattr(model, "_keys_to_ignore_on_save")
+            apart, changed = ({}, []) if kwargs or len(args) > 1 else _apart(model.state_dict(), once=again)
+            if not changed:
+                raise
+            original(*args, state_dict=apart)
+            told = "%s: weights that share memory, or have gaps in it, are written %s: %s."
+            logger.warning(told, args[0], "once" if again else "each by itself", ", ".join(changed[:5]))
+
+    for each in (*trainer.callback_handler.callbacks, trainer.control):
+        if isinstance(each, ExportableState):
+            # The Trainer (5.23) raises a KeyError for one that has come after the beginning.
+            state.stateful_callbacks.setdefault(type(each).__name__, {})
+    replacements.put(trainer.args, "save_only_model", trainer.args.save_only_model and not whole)
+    replacements.wrap(state, "save_to_json", save_state)
+    replacements.wrap(trainer, "_save", save_weights)
+    try:
+        yield
+    finally:
+        replacements.give_back()
+
+
+def _apart(weights: Mapping[str, Any], once: bool) -> tuple[dict[str, Any], list[str]]:
+    """Each tensor in memory of its own without gaps, under one of its names if `once`; and the names this changes."""
+    apart, seen = dict[str, Any](), set[Any]()
+    for name, tensor in weights.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            return {}, []
+        memory = tensor.untyped_storage().data_ptr()
+        place = memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        if not (once and place in seen):
+            apart[name] = tensor.clone().contiguous() if memory in seen else tensor.contiguous()
+        seen |= {memory, place}
+    return apart, [name for name, tensor in weights.items() if apart.get(name) is not tensor]
+
+
+# ---- best model: checks the best model of a run before the Trainer loads it in place of what was trained last ----
+
+
+@dataclass(frozen=True, slots=True)
+class BestChoice:
+    """The checkpoint that holds the best model."""
+
+    path: str | None
+    step: int | None
+    metric: float | None
+    refused: str = ""
+
+
+class BestModel:
+    """Chooses the best model of one run among checkpoints that can be loaded, and loads it."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        places: list[Path],
+        refusal: Callable[[Path], str | None],
+        may_be_loaded: Callable[[Path], bool],
+        on_refused: Callable[[str, BestChoice], None],
+    ) -> None:
+        self._trainer = trainer
+        self._places = places
+        self._refusal = refusal
+        self._may_be_loaded = may_be_loaded
+        self._on_refused = on_refused
+        # By step; callbacks may have changed what was logged.
+        self._noted: dict[int, float] = {}
+
+    def note_evaluation(self, metrics: Any) -> None:
+        """Notes the metric of an evaluation."""
+        value = metrics.get(self._metric) if isinstance(metrics, Mapping) else None
+        if isinstance(value, int | float):
+            self._noted[int(self._trainer.state.global_step)] = float(value)
+
+    @property
+    def _metric(self) -> str:
+        name = str(self._trainer.args.metric_for_best_model or "loss")
+        return name if name.startswith("eval_") else f"eval_{name}"
+
+    def choose(self) -> None:
+        """
+        Chooses the checkpoint to load at the end of the run: in place of one that is torn or not finite the next best,
+        or the weights of the last step. With several processes the first one decides. Collective.
+        """
+        args, state = self._trainer.args, self._trainer.state
+        if not args.load_best_model_at_end:
+            return
+        theirs = state.best_model_checkpoint
+
+        def look() -> BestChoice | None:
+            if theirs is None:
+                return None
+            try:
+                return self._choose()
+            except Exception:
+                # The other ranks wait for the answer.
+                logger.warning("The best checkpoint could not be looked at.", exc_info=True)
+                return None
+
+        choice = votes.looked_up_by_first_rank("best model", look, args.device)
+        if choice is None or not choice.refused or theirs is None:
+            return
+        state.best_model_checkpoint = choice.path
+        state.best_global_step, state.best_metric = choice.step, choice.metric
+        self._on_refused(theirs, choice)
+
+    def _choose(self) -> BestChoice:
+        state = self._trainer.state
+        theirs = str(state.best_model_checkpoint)
+        refused = self._refusal(Path(theirs))
+        if refused is None:
+            return BestChoice(theirs, state.best_global_step, state.best_metric)
+        for metric, step in self._evaluations():
+            for place in self._places:
+                candidate = place / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+                if os.path.abspath(candidate) != os.path.abspath(theirs) and self._may_be_loaded(candidate):
+                    return BestChoice(str(candidate), step, metric, refused)
+        return BestChoice(None, None, None, refused)
+
+    def _evaluations(self) -> list[tuple[float, int]]:
+        """Lists the metric of each evaluation with its step, the best one first."""
+        name, history = self._metric, self._trainer.state.log_history
+        logged = {int(entry["step"]): entry[name] for entry in history if isinstance(entry.get(name), int | float)}
+        found = [(float(value), step) for step, value in (logged | self._noted).items() if math.isfinite(value)]
+        return sorted(found, reverse=bool(self._trainer.args.greater_is_better))
+
+    def load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls the Trainer's `_load_best_model`; if nothing of it arrived in the model, the trained weights stay."""
+        before = self._versions()
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            if processes.world_size() > 1 or self._versions() != before:
+                raise
+            state = self._trainer.state
+            theirs, state.best_model_checkpoint = str(state.best_model_checkpoint), None
+            self._on_refused(theirs, BestChoice(None, None, None, f"{type(error).__name__}: {error}"))
+            return None
+
+    def _versions(self) -> list[int]:
+        """Version counters of parameters and buffers: each write changes one."""
+        model = self._trainer.model
+        return [tensor._version for tensor in (*model.parameters(), *model.buffers())]
+
+
+# ---- uploads: leaves the files of self_healing out of what the Trainer uploads to the Hub ----
+
+
+def leave_out_of_uploads(folder: str, patterns: Sequence[str]) -> None:
+    """Leaves some files out of what the Trainer uploads from a folder, or from one inside of it, from here on."""
+    # transformers 5.4 calls the function, later versions the client that they share.
+    module: Any = trainer_module
+    holder = module if hasattr(module, "upload_folder") else module.hf_api()
+    if not isinstance(holder.upload_folder, _Upload):
+        holder.upload_folder = _Upload(holder, holder.upload_folder)
+    holder.upload_folder.leave_out(Path(folder).resolve(), patterns)
+
+
+class _Upload:
+    """Calls `upload_folder` with more patterns to ignore."""
+
+    def __init__(self, holder: Any, original: Callable[..., Any]) -> None:
+        # A method is looked up at each call: its class may be changed by others, too.
+        self._class: Any = type(holder) if getattr(original, "__self__", None) is holder else None
+        self._holder, self._original = holder, original
+        # By the folder they are relative to.
+        self._left_out: dict[Path, Sequence[str]] = {}
+        functools.update_wrapper(self, original)
+
+    def leave_out(self, folder: Path, patterns: Sequence[str]) -> None:
+        """Has uploads of a folder, or of one inside of it, leave out what these patterns match."""
+        self._left_out[folder] = tuple(patterns)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        left_out = self._patterns_for(Path(kwargs["folder_path"]).resolve()) if "folder_path" in kwargs else []
+        if left_out:
+            ignored = kwargs.get("ignore_patterns") or []
+            kwargs["ignore_patterns"] = [*([ignored] if isinstance(ignored, str) else ignored), *left_out]
+        if self._class is None:
+            return self._original(*args, **kwargs)
+        return self._class.upload_folder(self._holder, *args, **kwargs)
+
+    def _patterns_for(self, folder: Path) -> list[str]:
+        """The patterns that apply to a folder, relative to it."""
+        found: list[str] = []
+        for outer, patterns in self._left_out.items():
+            if folder == outer:
+                found.extend(patterns)
+            elif folder.is_relative_to(outer):
+                inside = folder.relative_to(outer).as_posix()
+                parts = (pattern.rpartition("/") for pattern in patterns)
+                found.extend(name for directory, slash, name in parts if slash and fnmatchcase(inside, directory))
+        return found

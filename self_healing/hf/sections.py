@@ -1,4 +1,4 @@
-"""`Heartbeat`: which part of a step is going on, since when, and how long each has taken, for a watchdog."""
+"""Where training is: the sections of a step as they begin and end, and the phase the Trainer is in."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 
 from ..system.processes import log_safely
 
 
 logger = logging.getLogger("self_healing")
+
+
+# ---- sections: which part of a step is going on, since when, and how long each has taken, for a watchdog ----
+
 
 BETWEEN = "between"
 # Left in the middle, they leave half-updated weights, a torn checkpoint, or a state that is neither old nor new.
@@ -188,3 +193,16 @@ class Heartbeat:
     def limit_at_first(section: Section, floor: float) -> float:
         """Seconds after which to warn of a part that is not known yet, though it may well be fine."""
         return max(_FLOORS_AT_FIRST * floor, 2 * section.longest_at_first, section.at_least, section.allowed)
+
+
+# ---- phase: the part of an optimizer step that the Trainer is in ----
+
+
+class Phase(Enum):
+    """The part of an optimizer step that the Trainer is in; verdicts quote the values."""
+
+    IDLE = "before the first step"
+    FETCHING = "while batches were fetched"
+    COMPUTING = "in forward or backward"
+    STEPPING = "inside optimizer.step"
+    STEPPED = "after optimizer.step"

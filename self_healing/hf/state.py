@@ -1,20 +1,25 @@
-"""Collects the tensors that training changes, which a snapshot has to hold, and loads a checkpoint into them."""
+"""Live weights, gradients and optimizer state: where they are, their norm, and the search for NaN in them."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import gc
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
-from ..extents import Search, extent_of
-from ..instrument.gradients import reshard
 from .deepspeed import Partitioning, Zero, own_part, zero_of
+
+
+# ---- live state ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,3 +237,288 @@ def reload_checkpoint(trainer: Any, checkpoint: str) -> None:
     trainer.lr_scheduler.load_state_dict(schedule)
     for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
         group.update(rate)
+
+
+# ---- extents ----
+
+
+# Elements that are converted or laid out again at a time, where that has to be.
+_AT_A_TIME = 1 << 22
+# Packed 4-bit numbers have no NaN, and no arithmetic of their own either.
+_ALWAYS_FINITE = frozenset({getattr(torch, "float4_e2m1fn_x2", None)})
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The smallest and the largest value of a tensor, NaN if it holds one."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+
+
+@torch.no_grad()
+def extent_of(tensor: torch.Tensor) -> Extent | None:
+    """Finds the extent of a tensor, or of this rank's part of one; `None` where nothing could be NaN or Inf."""
+    found = [torch.aminmax(part) for part in _parts(tensor)]
+    if not found:
+        return None
+    if len(found) == 1:
+        return Extent(*found[0])
+    lows, highs = zip(*found, strict=True)
+    return Extent(torch.stack(lows).min(), torch.stack(highs).max())
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields parts of a tensor that can be searched in place."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "__tensor_flatten__"):
+        # Sharded, or quantised: its inner tensors. Its own arithmetic is a collective, or copies all of it. A DTensor
+        # names its device mesh among them.
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for each in inner:
+            if isinstance(each, torch.Tensor):
+                yield from _parts(each)
+        return
+    if tensor.is_sparse:
+        tensor = tensor._values()
+    known = tensor.is_floating_point() or tensor.is_complex()
+    if not known or tensor.is_meta or tensor.numel() == 0 or tensor.dtype in _ALWAYS_FINITE:
+        return
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    # A transposed weight is contiguous in another order of its dimensions.
+    tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    # 8-bit floats have no arithmetic of their own.
+    converted = torch.bfloat16 if tensor.element_size() == 1 else tensor.dtype
+    if tensor.is_contiguous() and converted == tensor.dtype:
+        yield tensor
+        return
+    for part in _pieces(tensor):
+        yield part.to(converted)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields views of a tensor, none of them large."""
+    if tensor.numel() <= _AT_A_TIME:
+        yield tensor
+        return
+    longest = max(range(tensor.dim()), key=tensor.size)
+    for half in tensor.tensor_split(2, dim=longest):
+        yield from _pieces(half)
+
+
+@dataclass(slots=True)
+class Search:
+    """Searches several tensors for NaN and Inf together."""
+
+    _looked_at: list[tuple[str, bool]] = field(default_factory=list)
+    _extents: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = field(default_factory=dict)
+    _places: dict[tuple[torch.device, torch.dtype], list[int]] = field(default_factory=dict)
+    _bad: set[int] = field(default_factory=set)
+
+    def add(self, name: str, value: torch.Tensor | Extent | float | None, inf: bool) -> None:
+        """Adds a value to the search."""
+        place = len(self._looked_at)
+        self._looked_at.append((name, inf))
+        extent = extent_of(value) if isinstance(value, torch.Tensor) else value
+        if isinstance(extent, Extent):
+            kind = extent.low.device, extent.low.dtype
+            self._extents.setdefault(kind, []).extend((extent.low, extent.high))
+            self._places.setdefault(kind, []).append(place)
+        elif isinstance(extent, float) and _is_bad(extent, extent, inf):
+            self._bad.add(place)
+
+    def nonfinite(self) -> list[str]:
+        """Returns the names of values that are not finite, each once. Waits once for each device and dtype."""
+        bad = set(self._bad)
+        for kind, extents in self._extents.items():
+            ends = torch.stack(extents).tolist()
+            for place, low, high in zip(self._places[kind], ends[::2], ends[1::2], strict=True):
+                if _is_bad(low, high, self._looked_at[place][1]):
+                    bad.add(place)
+        return list(dict.fromkeys(self._looked_at[place][0] for place in sorted(bad)))
+
+
+def _is_bad(low: float, high: float, inf: bool) -> bool:
+    return math.isnan(low) or (inf and not (math.isfinite(low) and math.isfinite(high)))
+
+
+# ---- gradients: finds the gradients of a computation while its step is judged, and discards all of them ----
+
+
+def gradients_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """
+    Collects the gradients a model holds, also those that FSDP2 keeps beside the parameters until they are reduced:
+    under `no_sync`, that is all of them.
+    """
+    return [gradient for _, gradient in named_gradients_of(model)]
+
+
+def named_gradients_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, each with the name of its parameter."""
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        names[id(parameter)] = name
+        if parameter.grad is not None:
+            yield name, parameter.grad
+    for sharded in _sharded_parameters(model):
+        unsharded = _unsharded(sharded)
+        name = names.get(id(sharded.sharded_param)) or names.get(id(unsharded), "?")
+        for gradient in (sharded.unsharded_accumulated_grad, getattr(unsharded, "grad", None)):
+            if gradient is not None:
+                yield name, gradient
+
+
+def discard_gradients(model: torch.nn.Module) -> None:
+    """Drops all gradients of a computation that is thrown away, finished or not."""
+    model.zero_grad()
+    for parameter in model.parameters():
+        # Even where a model's own `zero_grad` only fills with zeros: with those AdamW would still move the weights.
+        parameter.grad = None
+    for root in _fsdp2_roots(model):
+        # Puts the parameters back that a forward which raised has left gathered.
+        root.reset_iter_state()
+    # Neither `zero_grad` nor `reset_iter_state` (torch 2.13) drops what was accumulated under `no_sync`: without this
+    # the next backward adds it to its own.
+    for group in _parameter_groups(model):
+        # Of HSDP, reduced within a replica and not yet across them.
+        group._partial_reduce_output = None
+    for sharded in _sharded_parameters(model):
+        sharded.unsharded_accumulated_grad = None
+        unsharded = _unsharded(sharded)
+        if unsharded is not None:
+            unsharded.grad = None
+
+
+@contextlib.contextmanager
+def without_reduction(model: torch.nn.Module) -> Iterator[None]:
+    """Has each rank keep the gradients of an FSDP2 model that it computes to itself."""
+    modules = _fsdp2_modules(model)
+    for module in modules:
+        module.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_requires_gradient_sync(True, recurse=False)
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """
+    Whether weights of a model are spread over ranks (FSDP2, ZeRO-3, or while it was loaded), all of which then take
+    part in each call of it.
+    """
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    # What ZeRO-3 spreads has a number of DeepSpeed's.
+    return any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def is_fsdp2(model: torch.nn.Module) -> bool:
+    """Whether it is FSDP2 that spreads them."""
+    return bool(_fsdp2_modules(model))
+
+
+def _unsharded(sharded: Any) -> torch.Tensor | None:
+    """The gathered parameter, which exists from the first forward on."""
+    unsharded: torch.Tensor | None = getattr(sharded, "_unsharded_param", None)
+    return unsharded
+
+
+def _sharded_parameters(model: torch.nn.Module) -> Iterator[Any]:
+    """FSDP2's own records of the parameters: torch has no public way to the gradients they hold."""
+    for group in _parameter_groups(model):
+        yield from group.fsdp_params
+
+
+def _parameter_groups(model: torch.nn.Module) -> Iterator[Any]:
+    for module in _fsdp2_modules(model):
+        state = module._get_fsdp_state()
+        # Several groups per module from torch 2.13 on, one or none before.
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        yield from (group for group in groups if group is not None)
+
+
+def _fsdp2_roots(model: torch.nn.Module) -> list[Any]:
+    """The sharded modules that a forward has begun at, where torch (from 2.13 on) can have them begin again."""
+    return [
+        module
+        for module in _fsdp2_modules(model)
+        if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root
+    ]
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """
+    Gives back weights that a forward without a backward (an evaluation) has left gathered under FSDP2: accelerate
+    (1.15) has norm and head stay so.
+    """
+    for module in _fsdp2_modules(model):
+        module.reshard()
+
+
+def _fsdp2_modules(model: torch.nn.Module) -> list[Any]:
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+# ---- gradients: gradients of plain and sharded parameters: their total norm, and scaling them ----
+
+
+Parameters = nn.Module | Iterable[Tensor]
+
+
+@torch.no_grad()
+def total_gradient_norm(parameters: Parameters) -> Tensor:
+    """
+    Returns the 2-norm of all gradients together, as a tensor without dimensions on the device of the first gradient.
+    """
+    groups = by_mesh(_gradients(parameters))
+    if not groups:
+        return torch.tensor(0.0)
+    norms = [whole(get_total_norm(group)) for group in groups]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]))
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Parameters, factor: float) -> None:
+    """Multiplies all gradients by a number, in place."""
+    if not 0 <= factor < math.inf:
+        raise ValueError(f"Gradients cannot be scaled by {factor}. Please give a finite factor that is at least 0.")
+    if factor == 1:
+        return
+    for group in by_mesh(_gradients(parameters)):
+        torch._foreach_mul_(group, factor)
+
+
+def tensors_of(parameters: Parameters) -> list[Tensor]:
+    """Lists the tensors of a model, or of an iterable, each once."""
+    if isinstance(parameters, nn.Module):
+        return list(parameters.parameters())
+    if isinstance(parameters, Tensor):
+        # It would pass as an iterable: of its rows, which have no gradients.
+        return [parameters]
+    # Each once: a tied weight that is listed twice has one gradient, not two.
+    return list(dict.fromkeys(parameters))
+
+
+def _gradients(parameters: Parameters) -> list[Tensor]:
+    return [tensor.grad for tensor in tensors_of(parameters) if tensor.grad is not None]
+
+
+def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Groups tensors by device mesh, plain ones apart, because one operation cannot take both."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(groups.values())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gathers a sharded tensor, for which all ranks have to call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

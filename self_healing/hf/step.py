@@ -1,25 +1,31 @@
-"""`StepRecord`: what one optimizer step was computed from, and what came out of it."""
+"""One optimizer step: its signals, its rows, computed again, kept for later, or left out."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Self, TypeVar
 
 import torch
+from accelerate.utils import send_to_device
 
 from ..ranks import votes
-from ..signals import StepSignals
-from .batches import Layout, layout_of
+from ..system.random_state import RandomState
+from .batches import Layout, gathering_uneven_rows, layout_of, own_token_count, select_rows
 from .dataloader import DataPosition, RowSource
 from .engine import Call, StepEngine
 from .memory import with_room
-from .objective import Objective
+from .objective import Objective, StepSignals
 from .replicas import DIGEST_PARTS, are_apart
-from .trainer_state import Bookkeeping
+from .trainer_state import Bookkeeper, Bookkeeping
+
+
+# ---- step record: what one optimizer step was computed from, and what came out of it ----
 
 
 # The one vote of a healthy step: loss, norm, digest of the weights, four wishes, and whether we have failed.
@@ -276,3 +282,407 @@ def _to_cpu(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_to_cpu(inner) for inner in value]
     return value if isinstance(value, (int, float, bool, str, type(None))) else repr(value)
+
+
+# ---- window: one optimizer step that can be judged, computed again, run on some of its rows, or left out ----
+
+
+_T = TypeVar("_T")
+
+
+class Window(StepRecord):
+    """
+    One optimizer step, between its backward and `optimizer.step()`: it can be computed again from the state it began
+    with, on all of its rows or some, and is then applied, changed, or left out.
+    """
+
+    def __init__(self, engine: StepEngine, ledger: Bookkeeper, position: DataPosition, size: int) -> None:
+        super().__init__(engine, position, size)
+        self.ledger = ledger
+        self.judged = False
+        self.skipped = False
+        self._trainer = engine.trainer
+        self.touched = False
+        self._recordable = True
+        self._scaled_by = 1.0
+
+    def experiment(self) -> contextlib.AbstractContextManager[None]:
+        """Marks what is computed inside as not needed by the run: [`StepEngine.experiment`]."""
+        return self.engine.experiment()
+
+    @property
+    def scaler_active(self) -> bool:
+        """Whether a GradScaler looks after overflowing gradients (fp16)."""
+        return self.engine.scaler_active
+
+    # ---- computing it again ----
+
+    def reexecute(self, keep: Mapping[int, Sequence[int]] | None = None) -> None:
+        """Computes losses and gradients of the step again, from the state and the random numbers it started with."""
+        self.until_it_fits(lambda: self._reexecute(keep))
+
+    def compute_again(self, keep: Mapping[int, Sequence[int]] | None = None) -> StepSignals:
+        """
+        Computes the step again as a remedy or an experiment, and once more if that is not finite: a fault that passes
+        may have struck just then.
+        """
+        self.reexecute(keep)
+        signals = self.signals()
+        if signals.finite:
+            return signals
+        self.reexecute(keep)
+        return self.signals()
+
+    def until_it_fits(self, compute: Callable[[], _T]) -> _T:
+        """[`StepEngine.until_it_fits`], for a computation that begins with [`rewind`]."""
+        return self.engine.until_it_fits(compute, self.discard)
+
+    def _reexecute(self, keep: Mapping[int, Sequence[int]] | None) -> None:
+        self._recordable = keep is None
+        self._scaled_by = 1.0
+        # Not `if keep`: a rank that drops nothing still takes part in counting what the others dropped.
+        rows = FewerRows({}, {}) if keep is None else FewerRows.of(self, keep, self.engine)
+        self.rewind()
+        losses: list[torch.Tensor] = []
+        computed = rows.computed(self.size)
+        uneven = keep is not None and self.engine.view.world_size > 1
+        with (
+            self.engine.accumulating(None if self.objective.counts_own_tokens else rows.micro_batches),
+            gathering_uneven_rows(self._trainer.accelerator) if uneven else contextlib.nullcontext(),
+        ):
+            for index in range(self.size):
+                if index not in computed:
+                    self._advance_without(index)
+                    losses.append(torch.zeros_like(self.losses[index]))
+                    continue
+                pick, last = functools.partial(rows.select, index), index == computed[-1]
+                if rows.emptied(index):
+                    with self.engine.counting_nothing():
+                        # A rank that counts its items alone may have none left, and would divide by them.
+                        items = None if rows.items is None else max(rows.items, 1)
+                        losses.append(0.0 * self.compute_micro_batch(index, pick, last, items))
+                else:
+                    losses.append(self.compute_micro_batch(index, pick, last, rows.items))
+        self.losses = losses
+        self.measure_again()
+
+    def compute_again_so_far(self, tokens: int) -> tuple[torch.Tensor, int]:
+        """Computes the step again up to and including the call that was made last, which has failed."""
+        state, generated = self._trainer.state, self._generated
+        assert self.start is not None
+        of_generation = 0 if generated is None else generated[1].tokens_seen - self.start.tokens_seen
+        self._tokens_inside, state.num_input_tokens_seen = 0, tokens
+        # Rows that were generated are not generated again: it takes long, and rewards may be asked of a service.
+        self.rewind(None if generated is None else generated[1])
+        losses, added = [], 0
+        for index, call in enumerate(self._calls):
+            before = state.num_input_tokens_seen
+            if index == 0 and generated is not None:
+                with self.engine.preparing(lambda batch: batch, prepared=generated[0]):
+                    losses.append(self.compute(call, last=self.size == 1))
+            else:
+                losses.append(self.compute(call, last=index == self.size - 1))
+            if index == 0:
+                state.num_input_tokens_seen += of_generation
+            added = state.num_input_tokens_seen - before
+            self._tokens_inside += added
+        self._tokens_inside -= added
+        self.losses = losses[:-1]
+        if all(math.isfinite(float(loss)) for loss in self.losses):
+            # Else it is as the Trainer has filtered it.
+            self._set_running_loss(self.losses)
+        return losses[-1], added
+
+    def compute_micro_batch(
+        self,
+        index: int,
+        pick: Callable[[Any], Any],
+        last: bool,
+        items: Any = None,
+        synchronise: bool = True,
+    ) -> torch.Tensor:
+        """Computes forward and backward of one of its micro-batches."""
+        model, inputs, args, kwargs = self._calls[index]
+        if items is not None:
+            args, kwargs = _with_items(args, kwargs, items)
+        with self.engine.preparing(lambda batch: self._note(index, batch, pick)):
+            return self.compute((model, inputs, args, kwargs), last, synchronise)
+
+    def compute(self, call: Call, last: bool, synchronise: bool = True) -> torch.Tensor:
+        """Computes forward and backward of one call: [`StepEngine.compute`]."""
+        return self.engine.compute(call, last, self.note_exception, synchronise)
+
+    def _note(self, index: int, batch: Any, pick: Callable[[Any], Any]) -> Any:
+        # A copy: `compute_loss` may pop keys from the batch it is given.
+        self.prepared.setdefault(index, copy.copy(batch))
+        return pick(batch)
+
+    def _advance_without(self, index: int) -> None:
+        """Lets a trainer that generates its own rows do so for a micro-batch nothing of which is trained on."""
+        if self.objective.online:
+            self.engine.prepare_inputs(copy.copy(self._calls[index][1]))
+            self._trainer._step += 1
+
+    def discard(self) -> None:
+        """Drops its gradients: it is computed again, or left out."""
+        self.touched = True
+        self.engine.discard()
+
+    def rewind(self, to: Bookkeeping | None = None) -> None:
+        """Brings the trainer to where the step began, or to a later moment of it; its gradients are gone."""
+        assert self.start is not None
+        to = to or self.start
+        self.discard()
+        tokens = self._trainer.state.num_input_tokens_seen - self._tokens_inside
+        self.ledger.rewind_step(to)
+        self._trainer.state.num_input_tokens_seen = tokens
+        self._tokens_inside = 0
+
+    def restore_buffers(self) -> None:
+        """Puts buffers that a forward pass changes (batch norm statistics) back to where the step began."""
+        if self.start is not None:
+            self.ledger.restore_buffers(self.start)
+
+    def control(self, loss: float, largest: int) -> Control | None:
+        """
+        Keeps the step, to be computed again later; `None` if its rows are generated again each time, or are too many.
+        """
+        nbytes = sum(nbytes_of(inputs) for inputs in self.all_inputs())
+        if self.objective.online or nbytes > largest:
+            return None
+        return Control(self._calls, loss, nbytes)
+
+    def recording(self, control: Control) -> Recording | None:
+        """Records the step, to be applied later, again or for the first time; `None` if rows of it were left out."""
+        if self.start is None or not self._recordable or getattr(self._trainer.args, "sync_ref_model", False):
+            # A reference model that follows the model does so in a callback, which is not called again.
+            return None
+        rates = self.engine.rates_in_force()
+        options = self.engine.group_options()
+        return Recording(self.step, control, self.start.rng, rates, self._scaled_by, options)
+
+    def begin_from_here(self) -> None:
+        """Has the step start from the state there is now, after a replay."""
+        if self.start is not None:
+            self.start = self.ledger.with_buffers_of_now(self.start)
+
+    # ---- what becomes of it ----
+
+    def accept(self) -> None:
+        """Puts the re-executed step in the place of the one that failed: loss, gradients and their norm."""
+        self._set_running_loss(self.losses)
+
+    def scale_gradients(self, factor: float, always: bool = True) -> None:
+        """Multiplies all gradients by a factor."""
+        self.engine.scale_gradients(factor)
+        if always:
+            self._scaled_by *= factor
+
+    def skip(self, substitute_loss: float | None, keep_buffers: bool = False) -> None:
+        """
+        Leaves the step out: no gradient, so neither weights nor moments move (with zeroed gradients AdamW would still
+        decay the weights and move by momentum).
+        """
+        self.skipped = True
+        if not keep_buffers:
+            self.restore_buffers()
+        self._catch_up_generation()
+        self.engine.discard()
+        total = torch.stack([loss.detach().float() for loss in self.losses]).sum()
+        self.engine.leave_out(overflowed=self.scaler_active and self._overflowed(total))
+        if math.isfinite(float(total)):
+            self._set_running_loss(self.losses)
+        else:
+            self._set_running_loss([] if substitute_loss is None else [torch.full_like(total, substitute_loss)])
+
+    def _overflowed(self, loss: torch.Tensor) -> bool:
+        norm = None if self.grad_norm is None else float(as_tensor(self.grad_norm, loss.device))
+        gradient_is_finite = norm is not None and math.isfinite(norm)
+        return math.isfinite(float(loss)) and not gradient_is_finite
+
+    def _catch_up_generation(self) -> None:
+        """Counts the micro-batches of a skipped step, too, where a trainer generates its rows."""
+        if self.objective.online and self.start is not None and "_step" in self.start.scalars:
+            self._trainer._step = self.start.scalars["_step"] + self.size
+            if self._raised:
+                # It raised while it generated: there is nothing to go on with.
+                self._trainer._buffered_inputs = None
+
+    @property
+    def sound(self) -> bool:
+        """Whether it is as the Trainer has computed it, and finite. Takes no memory."""
+        if self.touched:
+            return False
+        # Of a sharded norm each process has a part, and all of it only together.
+        norms = [] if self.grad_norm is None or hasattr(self.grad_norm, "full_tensor") else [self.grad_norm]
+        return all(math.isfinite(float(value)) for value in (*self.losses, *norms))
+
+    def abandon(self, leave_out_nonfinite: bool) -> None:
+        """Leaves the step out after a failure of this library, if its gradients are not the Trainer's."""
+        if self.touched or (leave_out_nonfinite and not self.sound):
+            self.skip(None)
+
+    def _set_running_loss(self, losses: Sequence[torch.Tensor]) -> None:
+        assert self.start is not None
+        running: torch.Tensor = self._trainer._tr_loss
+        running.copy_(self.start.running_loss)
+        for loss in losses:
+            # One by one, as the Trainer does: the sum has to be the same to the last bit.
+            running += loss.detach().to(running.device)
+
+
+def _with_items(args: tuple[Any, ...], kwargs: dict[str, Any], items: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (items, *args[1:]), kwargs
+    return args, {**kwargs, "num_items_in_batch": items}
+
+
+# ---- kept step ----
+
+
+HOST = torch.device("cpu")
+
+
+@dataclass(slots=True)
+class Control:
+    """A healthy step that is kept, to be computed again with other weights."""
+
+    calls: list[Call]
+    loss: float
+    nbytes: int
+
+    def leave_device(self) -> int:
+        """Moves its inputs to host memory, from where the Trainer prepares them again; the bytes that were moved."""
+        moved = sum(nbytes_of(inputs, elsewhere_than=HOST) for _, inputs, _, _ in self.calls)
+        if moved:
+            # Those of the step itself, which may be under way, stay where they are.
+            self.calls = [(model, on_host(inputs), args, kwargs) for model, inputs, args, kwargs in self.calls]
+        return moved
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A step that was applied, with all that is needed to apply it again bit for bit."""
+
+    step: int
+    control: Control
+    rng: RandomState
+    rates: list[float]
+    scaled_by: float
+    options: list[dict[str, Any]]
+
+
+def nbytes_of(value: Any, elsewhere_than: torch.device | None = None) -> int:
+    if isinstance(value, torch.Tensor):
+        return 0 if value.device == elsewhere_than else value.nbytes
+    if isinstance(value, Mapping):
+        return sum(nbytes_of(inner, elsewhere_than) for inner in value.values())
+    return sum(nbytes_of(inner, elsewhere_than) for inner in value) if isinstance(value, (list, tuple)) else 0
+
+
+def on_host(value: Any) -> Any:
+    """Copies a micro-batch to host memory, nested in whatever the Trainer's own preparation knows."""
+    if isinstance(value, torch.Tensor):
+        return value.to(HOST)
+    if isinstance(value, Mapping):
+        return type(value)({key: on_host(inner) for key, inner in value.items()})  # type: ignore[call-arg]
+    return type(value)(on_host(inner) for inner in value) if isinstance(value, (list, tuple)) else value
+
+
+# ---- fewer rows: leaves rows out of a step, with its loss normalised as if they had never been in its batch ----
+
+
+@dataclass(frozen=True, slots=True)
+class FewerRows:
+    """The rows that stay in a step, and what its loss is divided by without the others."""
+
+    rows: Mapping[int, Sequence[int]]
+    layouts: Mapping[int, Layout | None]
+    items: Any = None
+    dropped: torch.Tensor | None = None
+    micro_batches: float | None = None
+    stand_in: Any = None
+
+    @classmethod
+    def of(cls, step: StepRecord, rows: Mapping[int, Sequence[int]], engine: StepEngine) -> Self:
+        """Counts what the loss is divided by, with all ranks together: one that keeps all its rows takes part."""
+        layouts = {index: step.layout(index) for index in rows}
+        items, dropped = _count_items(step, rows, layouts, engine)
+        device, counts = engine.view.device, [sum(not kept for kept in rows.values()), step.size]
+        emptied, micro_batches, *_ = votes.sum_over_ranks("micro-batches without a row", counts, device)
+        if not emptied:
+            return cls(rows, layouts, items, dropped)
+        left = max(micro_batches - emptied, 1) / engine.view.world_size
+        stand_in = None if engine.view.world_size == 1 else _stand_in(step, rows, device)
+        return cls(rows, layouts, items, dropped, left, stand_in)
+
+    def emptied(self, index: int) -> bool:
+        """Whether a micro-batch keeps no row."""
+        return index in self.rows and not self.rows[index]
+
+    def computed(self, size: int) -> list[int]:
+        """Which of so many micro-batches are computed at all, with rows of theirs or with the one that stands in."""
+        return [index for index in range(size) if self.stand_in is not None or not self.emptied(index)]
+
+    def select(self, index: int, batch: Any) -> Any:
+        """Takes a prepared micro-batch without the rows that go; if none is left, what stands in for it."""
+        if self.emptied(index):
+            return dict(self.stand_in)
+        if self.dropped is not None and isinstance(batch, Mapping):
+            batch = {**batch, "num_items_in_batch": batch["num_items_in_batch"] - self.dropped}
+        rows, layout = self.rows.get(index), self.layouts.get(index)
+        return batch if rows is None or layout is None else select_rows(batch, layout, rows)
+
+
+def _stand_in(step: StepRecord, rows: Mapping[int, Sequence[int]], device: torch.device) -> Any:
+    """Gives a row that stays, the same on all ranks: where a rank keeps none, what it has of its own gives NaN."""
+
+    def own() -> Any:
+        for index in range(step.size):
+            layout, kept = step.layout(index), rows.get(index, range(1))
+            if layout is not None and kept:
+                # By way of the host: each rank has a device of its own.
+                return send_to_device(select_rows(step.prepared[index], layout, layout.alone(kept[0])), "cpu")
+        return None
+
+    return send_to_device(votes.from_first_rank_with("a row that stays", own(), device), device)
+
+
+def _count_items(
+    step: StepRecord,
+    keep: Mapping[int, Sequence[int]],
+    layouts: Mapping[int, Layout | None],
+    engine: StepEngine,
+) -> tuple[Any, torch.Tensor | None]:
+    trainer, dropped = engine.trainer, torch.zeros((), device=engine.view.device)
+    batches = []
+    for index in range(step.size):
+        batch, rows, layout = step.prepared[index], keep.get(index), layouts.get(index)
+        if rows is None or layout is None:
+            batches.append(batch)
+            continue
+        gone = [row for row in range(layout.rows) if row not in set(rows)]
+        tokens = own_token_count(batch, layout, gone) if gone and step.objective.online else None
+        if tokens is not None:
+            dropped = dropped + tokens
+        if rows:
+            batches.append(select_rows(batch, layout, rows))
+    if step.objective.online:
+        carried = any(isinstance(batch, Mapping) and "num_items_in_batch" in batch for batch in step.prepared.values())
+        if not carried:
+            return None, None
+        on_all_ranks = votes.sum_over_ranks("tokens left out", dropped.reshape(1), dropped.device)
+        return None, dropped.new_tensor(on_all_ranks[0])
+    if not batches:
+        # The Trainer sums the counts over ranks, but not where it is given nothing to count.
+        batches = [_without_labels(step.prepared[0])]
+    with engine.among_ranks("items without the rows that go"):
+        return trainer._get_num_items_in_batch(batches, trainer.args.device), None
+
+
+def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The same batch, in which no token counts for the loss."""
+    return {
+        name: torch.full_like(value, -100) if name in ("labels", "shift_labels") else value
+        for name, value in batch.items()
+    }

@@ -1,16 +1,63 @@
-"""What a trainer counts beside weights and optimizer state: captured, rewound, carried over to another process."""
+"""What a trainer counts and what a resume reads of it: counters, random states, pending events of a step."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+import contextlib
+import copy
+import json
+import logging
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
 
 import torch
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import DefaultFlowCallback, ExportableState, TrainerControl
 
+from ..system import processes
+from ..system.files import GENERATED_FILE
 from ..system.random_state import RandomState
+from .deepspeed import engine_of, zero_of
 from .memory import with_room
+from .patching import Replacements
+from .state import LiveState, discard_gradients, innermost, live_state_of
+
+
+logger = logging.getLogger(__name__)
+
+
+def plain_value(value: Any, name: str, odd: dict[str, str], within: tuple[int, ...] = ()) -> Any:
+    """Gives a value as JSON can hold it; `odd` gets the names of what had to be changed for it, and of which kind."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    kind = type(value).__name__
+    if id(value) in within or len(within) > _DEEPEST:
+        odd[name] = f"{kind} within itself"
+        return f"<{odd[name]}>"
+    inner = (*within, id(value))
+    if isinstance(value, Mapping):
+        odd |= {f"{name}.{key!r}": "key" for key in value if not isinstance(key, str)}
+        return {str(key): plain_value(each, f"{name}.{key}", odd, inner) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(each, name, odd, inner) for each in value]
+    odd[name] = kind
+    try:
+        plain = sorted(value, key=str) if isinstance(value, set | frozenset) else value.tolist()
+        return plain_value(plain, name, odd, inner)
+    except Exception:
+        with contextlib.suppress(Exception):
+            return str(value)
+    return f"<{kind}>"
+
+
+# Of values within values.
+_DEEPEST = 50
+
+
+# ---- bookkeeping ----
 
 
 _SCALARS = frozenset({int, float, bool, str, type(None)})
@@ -229,3 +276,390 @@ def _plain_metrics(store: Any) -> Any:
     if isinstance(store, Mapping):
         return {str(key): _plain_metrics(value) for key, value in store.items()}
     return [float(value) for value in store if isinstance(value, (int, float))] if isinstance(store, list) else []
+
+
+# ---- resume record: what a resume reads of a checkpoint beside weights and optimizer state, without its files ----
+
+
+# Fields of the optimizer's groups that are no settings.
+_NO_SETTINGS = frozenset({"params"})
+# Methods of the Trainer that read a checkpoint, and whose own we know.
+_LOADS = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state")
+_KNOWN = frozenset({"transformers", "trl"})
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRecord:
+    """What a resume reads of a checkpoint beside weights and optimizer state, as of the end of one optimizer step."""
+
+    step: int
+    state: dict[str, Any]
+    log_history: Sequence[dict[str, Any]]
+    scheduler: dict[str, Any]
+    scaler: dict[str, Any] | None
+    groups: list[dict[str, Any]]
+    random: RandomState
+    bookkeeping: dict[str, Any]
+    running_loss: torch.Tensor
+    flos: float
+    generated: Any
+    engine: dict[str, dict[str, Any]] | None = None
+
+    @classmethod
+    def of(cls, trainer: Any, ledger: Bookkeeper, random: RandomState) -> ResumeRecord:
+        """Takes it from a trainer that stands between two optimizer steps."""
+        state, zero = trainer.state, zero_of(trainer)
+        kept = {each.name: getattr(state, each.name) for each in fields(state) if each.name != "log_history"}
+        scaler = trainer.accelerator.scaler
+        return cls(
+            step=int(state.global_step),
+            state=kept | {"stateful_callbacks": _exported_states(trainer)},
+            log_history=state.log_history,
+            scheduler=trainer.lr_scheduler.state_dict(),
+            scaler=None if scaler is None else scaler.state_dict(),
+            groups=[
+                {name: _on_the_host(value) for name, value in group.items() if name not in _NO_SETTINGS}
+                for group in innermost(trainer.optimizer).param_groups
+            ],
+            random=random,
+            bookkeeping=ledger.export_counts(),
+            running_loss=trainer._tr_loss.detach().clone(),
+            flos=float(trainer.current_flos),
+            generated=generated_rows(trainer),
+            engine=None if zero is None else zero.standing(),
+        )
+
+    def owing(self, owed: dict[str, Any]) -> ResumeRecord:
+        """The same, with what its process still owed the step, as entries of a marker."""
+        return replace(self, bookkeeping=self.bookkeeping | owed)
+
+    def write(self, checkpoint: Path) -> None:
+        """
+        Writes the files of a checkpoint that are read by name: `train()` resumes from that directory, within
+        [`resuming_from`].
+        """
+        checkpoint.mkdir(mode=0o700, parents=True, exist_ok=True)
+        content = plain_value(self.state | {"log_history": list(self.log_history)}, TRAINER_STATE_NAME, {})
+        (checkpoint / TRAINER_STATE_NAME).write_text(json.dumps(content) + "\n", encoding="utf-8")
+        if self.engine is not None:
+            # Without it transformers takes the directory for none of DeepSpeed's.
+            (checkpoint / f"global_step{self.step}").mkdir(exist_ok=True)
+        if self.generated is not None:
+            torch.save(self.generated, checkpoint / GENERATED_FILE)
+
+
+def loads_more(trainer: Any) -> str | None:
+    """
+    Names a method by which a trainer of the user's own reads more of a checkpoint than the Trainer does (averaged
+    weights, a second optimizer), which is in no [`ResumeRecord`]; `None` if there is none.
+    """
+    for name in _LOADS:
+        module = getattr(getattr(trainer, name, None), "__module__", None) or ""
+        if module.partition(".")[0] not in _KNOWN:
+            return f"{type(trainer).__name__}.{name}"
+    return None
+
+
+@contextlib.contextmanager
+def resuming_from(
+    trainer: Any, checkpoint: str, record: ResumeRecord, put: Callable[[LiveState], None]
+) -> Iterator[None]:
+    """Lets `train()` resume from a directory that has no files of weights, optimizer state and random states."""
+    replacements = Replacements()
+
+    def load_state() -> None:
+        # Weights as well: only now all that will be trained is on its device, and sharded.
+        live = live_state_of(trainer)
+        put(live)
+        zero = zero_of(trainer)
+        if zero is not None and record.engine is not None:
+            zero.forget_state()
+            zero.put_standing(record.engine)
+        for group, settings in zip(innermost(trainer.optimizer).param_groups, record.groups, strict=True):
+            group.update({name: _as_there(group.get(name), value) for name, value in settings.items()})
+        trainer.lr_scheduler.load_state_dict(record.scheduler)
+        trainer.current_flos = record.flos
+
+    def load_scaler() -> None:
+        if record.scaler is not None and trainer.accelerator.scaler is not None:
+            trainer.accelerator.scaler.load_state_dict(record.scaler)
+
+    def instead_of(holder: Any, name: str, load: Callable[[], Any]) -> None:
+        def loaded(original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+            return load() if path is not None and str(path) == checkpoint else original(path, *args, **kwargs)
+
+        replacements.wrap(holder, name, loaded)
+
+    def prepare(original: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared, engine = original(*args, **kwargs), engine_of(trainer)
+        if engine is not None and "load_checkpoint" not in vars(engine):
+            # It is made in `train()`, which has it load a checkpoint before any other part.
+            instead_of(engine, "load_checkpoint", lambda: (checkpoint, {}))
+        return prepared
+
+    replacements.wrap(trainer.accelerator, "prepare", prepare)
+    instead_of(trainer, "_load_from_checkpoint", lambda: None)
+    instead_of(trainer, "_load_optimizer_and_scheduler", load_state)
+    instead_of(trainer, "_load_scaler", load_scaler)
+    instead_of(trainer, "_load_rng_state", record.random.restore)
+    try:
+        yield
+    finally:
+        replacements.give_back()
+
+
+def _exported_states(trainer: Any) -> dict[str, Any]:
+    """States of callbacks and control by the name of their class, a list of them where several are of one."""
+    found: dict[str, list[Any]] = {}
+    for each in (*trainer.callback_handler.callbacks, trainer.control):
+        if isinstance(each, ExportableState):
+            found.setdefault(type(each).__name__, []).append(each.state())
+    return {name: states[0] if len(states) == 1 else states for name, states in found.items()}
+
+
+def _on_the_host(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def _as_there(live: Any, value: Any) -> Any:
+    """A setting that is a tensor, such as the rate of an optimizer under CUDA graphs, stays the same object."""
+    if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor) and live.shape == value.shape:
+        return live.copy_(value)
+    return value
+
+
+# ---- resume point ----
+
+
+@dataclass(slots=True)
+class Pending:
+    """The events that the Trainer still owed a finished step when it was interrupted."""
+
+    step_end: bool = False
+    log: bool = False
+    evaluate: bool = False
+    save: bool = False
+    epoch_end: bool = False
+    grad_norm: Any = None
+    learning_rate: float | None = None
+    ignore_keys: Any = None
+
+    def __bool__(self) -> bool:
+        return self.step_end or self.log or self.evaluate or self.save or self.epoch_end
+
+    def deliver(self, trainer: Any, started_at: float, tell: Any = None) -> None:
+        """Delivers the events, in the Trainer's order."""
+        tell = tell or trainer.callback_handler
+
+        def log_evaluate_save() -> None:
+            trainer._maybe_log_save_evaluate(
+                trainer._tr_loss,
+                self.grad_norm,
+                trainer.model_wrapped,
+                None,
+                trainer.state.epoch,
+                self.ignore_keys,
+                started_at,
+                learning_rate=self.learning_rate,
+            )
+
+        trainer.control.should_log = self.log
+        trainer.control.should_evaluate = self.evaluate
+        trainer.control.should_save = self.save
+        if self.step_end:
+            # Delivered again to every callback: which of them have had it cannot be known.
+            trainer.control = tell.on_step_end(trainer.args, trainer.state, trainer.control)
+        log_evaluate_save()
+        if self.epoch_end:
+            trainer.control = tell.on_epoch_end(trainer.args, trainer.state, trainer.control)
+            log_evaluate_save()
+
+    def meetings(self, trainer: Any, leave: Leave) -> str:
+        """
+        Names what of it all ranks take part in: one that has delivered an event and one that has not owe the others
+        the same if nothing follows from it.
+        """
+        args, state = trainer.args, trainer.state
+        flow, owed = DefaultFlowCallback(), list[str]()
+        control = TrainerControl(should_log=self.log, should_evaluate=self.evaluate, should_save=self.save)
+        if self.step_end:
+            flow.on_step_end(args, state, control)
+        for event in ("step", "epoch"):
+            flags = control.should_log, control.should_evaluate, control.should_save
+            owed += [f"{event} {name}" for name, flag in zip(("log", "evaluate", "save"), flags, strict=True) if flag]
+            control.should_log = control.should_evaluate = control.should_save = False
+            if event == "step" and self.epoch_end:
+                flow.on_epoch_end(args, state, control)
+        return ", ".join([*owed, *(["stop"] if leave.stop or control.should_training_stop else [])])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Gives them as JSON, for the process that continues the run."""
+        keys = self.ignore_keys
+        return {
+            **asdict(replace(self, grad_norm=None, ignore_keys=None)),
+            "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
+            "ignore_keys": None if keys is None else [str(key) for key in keys],
+        }
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> Self:
+        """Reads what [`to_dict`] has written, in another process or version."""
+        return cls(**{each.name: entry[each.name] for each in fields(cls) if each.name in entry})
+
+
+@dataclass(slots=True)
+class Leave:
+    """The place in its epoch where a run was left."""
+
+    epoch_rng: RandomState | None
+    stop: bool
+    epoch_ended: bool
+
+
+@dataclass(slots=True)
+class ResumePoint:
+    """A place in the run from which `train()` can be entered again as if it had never been left."""
+
+    step: int
+    path: str
+    bookkeeping: Bookkeeping
+    pending: Pending
+    leave: Leave
+
+
+# ---- generated ----
+
+
+def save_generated(trainer: Any, checkpoint: Path) -> None:
+    """Saves what is left of a generation cycle (GRPO, RLOO) with a checkpoint; at the end of a cycle nothing is."""
+    if processes.world_size() > 1:
+        return
+    rows = generated_rows(trainer)
+    if rows is not None:
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        torch.save(rows, checkpoint / GENERATED_FILE)
+
+
+def generated_rows(trainer: Any) -> Any:
+    """Gives what is left of a generation cycle on this rank; `None` at the end of a cycle, and where there is none."""
+    rows = vars(trainer).get("_buffered_inputs")
+    if rows is None:
+        return None
+    cycle = trainer.args.steps_per_generation * trainer.num_iterations
+    return rows if trainer._step % cycle != 0 else None
+
+
+def load_generated(trainer: Any, checkpoint: Path) -> None:
+    """Goes on with the generation cycle within which a checkpoint was written."""
+    path = checkpoint / GENERATED_FILE
+    if "_buffered_inputs" not in vars(trainer) or not path.is_file():
+        return
+    try:
+        device = trainer.accelerator.device
+        # In a process group it is called "cpu:0", which torch.load does not know.
+        location = torch.device("cpu") if device.type == "cpu" else device
+        trainer._buffered_inputs = torch.load(path, map_location=location, weights_only=True)
+    except Exception:
+        logger.warning("%s cannot be read: the rows of this cycle are generated anew.", path, exc_info=True)
+
+
+# ---- preservation: puts a trainer back as it was, after a dry run ----
+
+
+@contextlib.contextmanager
+def preserved(trainer: Trainer) -> Iterator[None]:
+    """
+    Puts a trainer back as it was, whatever happens inside: weights, buffers, optimizer, schedule, scaler, random
+    states, counters, metrics, callbacks, and every attribute and hook that `train()` and `accelerator.prepare` leave
+    on the model, so that the next `train()` prepares it as the first one.
+    """
+    model: Any = trainer.model
+    accelerator: Any = trainer.accelerator
+    rng = RandomState.capture(accelerator.device)
+    attributes = [_Attributes.of(holder) for holder in _holders(trainer)]
+    held = (*model.parameters(), *model.buffers())
+    # What is offloaded has no values here.
+    tensors = [_Value.of(tensor) for tensor in held if not tensor.is_meta]
+    stores = {name: copy.deepcopy(getattr(trainer, name)) for name in STORES if name in vars(trainer)}
+    state, control = copy.deepcopy(trainer.state), copy.copy(trainer.control)
+    moving_parts = [part for part in (trainer.optimizer, trainer.lr_scheduler, accelerator.scaler) if part is not None]
+    saved = [(part, copy.deepcopy(part.state_dict())) for part in moving_parts]
+    try:
+        yield
+    finally:
+        discard_gradients(model)
+        for each in attributes:
+            each.put_back()
+        for value in tensors:
+            value.put_back()
+        for part, content in saved:
+            part.load_state_dict(content)
+        for name, store in stores.items():
+            setattr(trainer, name, store)
+        trainer.state, trainer.control = state, control
+        _forget_compiled_code(accelerator)
+        rng.restore()
+
+
+def _holders(trainer: Trainer) -> list[object]:
+    """The objects that `train()` sets attributes of; each once."""
+    accelerator = trainer.accelerator
+    found: list[object] = [trainer, trainer.callback_handler, accelerator, accelerator.gradient_state]
+    parts = (trainer.optimizer, innermost(trainer.optimizer), trainer.lr_scheduler, accelerator.scaler)
+    found += [part for part in parts if part is not None]
+    for network in vars(trainer).values():
+        for module in network.modules() if isinstance(network, torch.nn.Module) else ():
+            configs = (vars(module).get(name) for name in ("config", "generation_config"))
+            found += [module, *(config for config in configs if hasattr(config, "__dict__"))]
+    return list({id(holder): holder for holder in found}.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Attributes:
+    """The attributes of one object, and what those of them that are containers hold (hooks, submodules, lists)."""
+
+    holder: object
+    attributes: dict[str, Any]
+    contents: dict[str, Any]
+
+    @classmethod
+    def of(cls, holder: object) -> _Attributes:
+        attributes = dict(vars(holder))
+        plain = (dict, OrderedDict, defaultdict, list, set)
+        contents = {name: copy.copy(value) for name, value in attributes.items() if type(value) in plain}
+        return cls(holder, attributes, contents)
+
+    def put_back(self) -> None:
+        now = vars(self.holder)
+        now.clear()
+        now.update(self.attributes)
+        for name, content in self.contents.items():
+            container = self.attributes[name]
+            container.clear()
+            if isinstance(container, list):
+                container.extend(content)
+            else:
+                container.update(content)
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What one tensor holds, and whether it is trained."""
+
+    tensor: torch.Tensor
+    content: torch.Tensor
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Value:
+        return cls(tensor, tensor.detach().to("cpu", copy=True), tensor.requires_grad)
+
+    def put_back(self) -> None:
+        self.tensor.data.copy_(self.content)
+        self.tensor.requires_grad_(self.requires_grad)
+
+
+def _forget_compiled_code(accelerator: Any) -> None:
+    """The shapes seen so far decide what is compiled next, and kernels for any shape may round differently."""
+    if str(accelerator.state.dynamo_plugin.backend.value) != "NO":
+        torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""`AccelerateEngine`: optimizer steps of accelerate's own loop."""
+"""Forward, backward and clipping as the Trainer does them, with accelerate alone and with DeepSpeed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..clipping.gradients import by_mesh, scale_gradients, whole
-from ..instrument.gradients import discard_gradients, gradients_of, is_fsdp2, without_reduction
-from ..instrument.hooks import Hooks
-from ..instrument.memory_retry import MemoryRetry
-from ..instrument.phase import Phase
-from ..instrument.rates import Rates
-from ..instrument.training_call import TrainingCall
+from ..failures.classify import is_nonfinite_exception
+from ..ranks import votes
+from ..system import processes
+from .deepspeed import NativeAdam, Zero, engine_of, load_as_written
 from .engine import Call, StepEngine
-from .hooks import Failsafe
+from .hooks import Failsafe, Hooks
+from .oom import MemoryRetry
+from .optimizer import Rates
 from .patching import Replacements
 from .reentry import Reentry
+from .sections import Heartbeat, Phase
+from .state import by_mesh, discard_gradients, gradients_of, is_fsdp2, scale_gradients, whole, without_reduction
 from .view import TrainerView
+
+
+# ---- accelerate engine: optimizer steps of accelerate's own loop ----
 
 
 _T = TypeVar("_T")
@@ -182,3 +186,274 @@ class AccelerateEngine(StepEngine):
             yield True
         finally:
             model.forward = mixed
+
+
+# ---- deepspeed engine: optimizer steps that DeepSpeed takes; `WatchedDeepSpeed`: those that are left to it ----
+
+
+class DeepSpeedEngine(AccelerateEngine):
+    """Runs the optimizer steps of a trainer under ZeRO stage 1, 2 or 3."""
+
+    def __init__(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(trainer, *args, **kwargs)
+        self._zero = Zero(engine_of(trainer))
+        # Before anything looks for NaN in it.
+        self._zero.clear_padding()
+        inner = self._zero.optimizer.optimizer
+        self._adam = NativeAdam(inner) if NativeAdam.is_in(inner) else None
+        self._own = Replacements()
+        self._held = self._detaching = self._left_out_by_itself = False
+        # Whether the step that is held is left out, and if so, whether for an overflow.
+        self._left_out: bool | None = None
+
+    def attach(self) -> None:
+        self._own.wrap(self._zero.engine, "step", self._hold)
+        self._own.wrap(self._zero.engine, "forward", self._after_the_step)
+        self._own.wrap(self._zero.engine, "backward", self._after_the_step)
+        self._own.wrap(self._zero.optimizer, self._zero.measure, self._zero.norm_of_group)
+        self._own.wrap(self.trainer.optimizer, "step", self._step)
+        # accelerate gives the norm of the step before, as this one has not been taken.
+        self._own.wrap(self.trainer.accelerator, "clip_grad_norm_", self._norm)
+        load_as_written(self._zero.engine, self._own)
+
+    def detach(self) -> None:
+        if self._held:
+            # Given up between backward and step: the gradient is applied first, or it would be part of the next one.
+            self._detaching = True
+        else:
+            self._own.give_back()
+
+    # ---- the step, held and taken ----
+
+    def _hold(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self._held, self._left_out = True, None
+        self._zero.forget_norms()
+
+    def _after_the_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._held and torch.is_grad_enabled():
+            # A `training_step` of the user's own, in which there are several steps: only the last can be judged.
+            self._held = False
+            self._take()
+        return original(*args, **kwargs)
+
+    def _norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._held:
+            return self._zero.norm()
+        # No rank has computed a gradient: rows are not generated with weights that are not finite.
+        return torch.zeros((), device=self.trainer.accelerator.device)
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        held, self._held = self._held, False
+        if held:
+            self._take()
+        if self._detaching:
+            self._own.give_back()
+        return original(*args, **kwargs)
+
+    def _take(self) -> None:
+        step = self._own.original(self._zero.engine, "step")
+        left_out, self._left_out = self._left_out, None
+        self._reentry.phase = Phase.STEPPING
+        if left_out is None:
+            step()
+        else:
+            with self._zero.leaving_out(left_out):
+                step()
+        self._zero.forget_norms()
+        self._left_out_by_itself = left_out is None and self._zero.left_out_by_itself
+        self._reentry.phase = Phase.STEPPED
+
+    @property
+    def left_out_by_itself(self) -> bool:
+        # Not while it is held: then it is that of the step before.
+        return not self._held and self._left_out_by_itself
+
+    def leave_out(self, overflowed: bool) -> None:
+        self._held, self._left_out = True, overflowed
+
+    def step_again(
+        self, rates: Sequence[Any], scaled_by: float = 1.0, options: Sequence[Mapping[str, Any]] = ()
+    ) -> float | None:
+        with self._zero.uncounted():
+            return super().step_again(rates, scaled_by, options)
+
+    # ---- its gradient ----
+
+    def _gradients_kept(self, model: Any, last: bool, synchronise: bool) -> contextlib.AbstractContextManager[None]:
+        # Between micro-batches of a step DeepSpeed accumulates by itself.
+        return contextlib.nullcontext() if synchronise else self._zero.kept_on_rank()
+
+    def discard(self) -> None:
+        super().discard()
+        self._zero.discard()
+        self._held, self._left_out = False, None
+
+    @property
+    def scaler_active(self) -> bool:
+        return self._zero.searches_scale
+
+    def gradients(self) -> list[torch.Tensor]:
+        return super().gradients() or self._zero.gradients()
+
+    def scale_gradients(self, factor: float) -> None:
+        self._zero.scale_gradients(factor)
+
+    # ---- the state ----
+
+    def state_put(self) -> None:
+        self._zero.forget_state()
+        if self._adam is not None:
+            self._adam.count_again()
+
+
+class WatchedDeepSpeed(AccelerateEngine):
+    """
+    Watches the optimizer steps of a trainer where DeepSpeed takes them in the last backward, and cannot be kept from
+    it: one that DeepSpeed leaves out by itself is seen as what it is.
+    """
+
+    def __init__(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(trainer, *args, **kwargs)
+        self._engine = engine_of(trainer)
+        self._own = Replacements()
+
+    def attach(self) -> None:
+        self._own.wrap(self.trainer.accelerator, "clip_grad_norm_", self._norm)
+        if self._engine is not None:
+            self._own.wrap(self._engine, "step", self._step)
+
+    def detach(self) -> None:
+        self._own.give_back()
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if self._reentry.phase is Phase.STEPPING:
+            self._reentry.phase = Phase.STEPPED
+        return result
+
+    def _norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        norm = original(*args, **kwargs)
+        # Of a step that was left out it is the norm of the one before, up to DeepSpeed 0.19.6.
+        return math.inf if self._was_left_out else norm
+
+    @property
+    def _was_left_out(self) -> bool:
+        return self._engine is not None and not self._engine.was_step_applied()
+
+    @property
+    def scaler_active(self) -> bool:
+        return self._engine is not None and bool(self._engine.fp16_enabled() and self._engine.dynamic_loss_scale())
+
+    @property
+    def left_out_by_itself(self) -> bool:
+        # While a loss scaler looks for its scale, that is as it should be.
+        return self._was_left_out and not self.scaler_active
+
+
+# ---- training call: calls the trainer's own `training_step` ----
+
+
+# How long the ranks may be apart when they raise the same: a forward of a large model. The job ends that much later
+# where one has raised alone.
+_ALIKE_SECONDS = 5.0
+
+
+class TrainingCall:
+    """Calls the trainer's own `training_step`, in passes over its rows where one does not fit."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        replaced: Replacements,
+        hooks: Hooks,
+        heartbeat: Heartbeat,
+        heals_exceptions: bool,
+    ) -> None:
+        self._trainer = trainer
+        self._replaced = replaced
+        self._hooks = hooks
+        self._heartbeat = heartbeat
+        self._heals_exceptions = heals_exceptions
+        self._calls = 0
+        self.running = False
+        # Told why the weights need not be those of the last step any more.
+        self.doubt: Callable[[str], None] = lambda why: None
+
+    def run(self, call: Call, on_nonfinite: Callable[[], None]) -> torch.Tensor:
+        """Computes forward and backward of a micro-batch."""
+        model, inputs, args, kwargs = call
+        original = self._replaced.original(self._trainer, "training_step")
+        self.running = True
+        self._calls += 1
+        # When a step is computed again, it lies within whatever does so.
+        again = self._heartbeat.last[0].name != "step"
+        if again:
+            self._heartbeat.enter("step")
+        try:
+            passes = self._hooks.passes
+            if passes is None:
+                loss: torch.Tensor = original(model, inputs, *args, **kwargs)
+            else:
+                items = args[0] if args else kwargs.get("num_items_in_batch")
+                loss = passes.run(lambda: original(model, copy.copy(inputs), *args, **kwargs), model, items)
+            # A CUDA graph (torch.compile with mode="reduce-overhead") writes the next one into the same memory.
+            return loss.detach().clone()
+        except BaseException as error:
+            self.doubt(_doubt_about(original))
+            nonfinite = isinstance(error, Exception) and is_nonfinite_exception(error)
+            if self._heals_exceptions and nonfinite and self._is_raised_by_all(error):
+                on_nonfinite()
+                return torch.full((), math.nan, device=self._trainer.args.device)
+            raise
+        finally:
+            if again:
+                self._heartbeat.leave()
+            self.running = False
+
+    def _is_raised_by_all(self, error: BaseException) -> bool:
+        """Whether no rank waits in a collective that this one never reached: weights that are NaN are so on all."""
+        if processes.world_size() == 1 or isinstance(error, NotGenerated):
+            return True
+        return votes.all_reach(f"an exception in training step {self._calls}", _ALIKE_SECONDS)
+
+
+def _doubt_about(step: Any) -> str:
+    """Why weights need not be what they were after an exception; `functools.wraps` gives any step a `__module__`."""
+    module = str(getattr(getattr(step, "__func__", step), "__globals__", {}).get("__name__", "your own"))
+    own = module.partition(".")[0] in ("transformers", "trl")
+    return "" if own else f"the training_step of {module} was left half-way, and may have moved weights by then"
+
+
+# ---- generating: has all ranks look at their weights before any of them generates rows with them ----
+
+
+class NotGenerated(FloatingPointError):
+    """Raised on all ranks in place of generating rows, where the weights of one are not finite."""
+
+
+class GenerationGuard:
+    """Looks at the weights before a trainer generates the rows it trains on."""
+
+    def __init__(self, view: TrainerView, failsafe: Failsafe, judges: Callable[[], bool]) -> None:
+        self._view = view
+        self._failsafe = failsafe
+        self._judges = judges
+
+    def generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wraps what generates the rows of a step, and scores them."""
+        # An evaluation has no loss that could be taken for one that is not finite.
+        if self._view.in_training_mode and self._spoiled():
+            raise NotGenerated("the weights are not finite: nothing is generated with them")
+        return original(*args, **kwargs)
+
+    def _spoiled(self) -> bool:
+        if self._judges():
+            return self._any_rank_has_spoiled_weights()
+        spoiled = False
+        with self._failsafe.contained(), self._failsafe.together():
+            spoiled = self._any_rank_has_spoiled_weights()
+        return spoiled
+
+    def _any_rank_has_spoiled_weights(self) -> bool:
+        view = self._view
+        return votes.any_rank("weights to generate with", bool(view.nonfinite_weights()), view.device)

@@ -1,23 +1,33 @@
-"""`TrainerView`: answers questions about a trainer, and changes nothing in it."""
+"""Questions about a trainer that change nothing in it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
+from transformers import Trainer
 
-from ..instrument.colocated_engine import is_free_of_requests
-from ..instrument.gradients import is_sharded
-from ..instrument.models import autocast_dtype, fingerprint, models_of
-from ..instrument.objective import has_own_loss
+from ..checkpoints.deepspeed import ZeroJob
 from ..system import processes
+from ..system.files import jsonable
 from .deepspeed import engine_of, why_not_healed, zero_of
 from .memory import with_room
-from .objective import Objective
+from .objective import Objective, has_own_loss
 from .patching import Replacements
-from .state import LiveState, beta2_of, innermost, live_state_of, nonfinite_tensors, offloaded_tensors
+from .state import LiveState, beta2_of, innermost, is_sharded, live_state_of, nonfinite_tensors, offloaded_tensors
+
+
+logger = logging.getLogger(__name__)
+
+
+# ---- view: answers questions about a trainer, and changes nothing in it ----
 
 
 # XLA and Megatron run the backward pass themselves, and nothing is known of how.
@@ -286,3 +296,180 @@ def _spreads_rows(trainer: Any) -> bool:
 def _all_alike(groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether all parameter groups begin with the same rate: groups with rates of their own are the user's matter."""
     return len({float(group["initial_lr"]) for group in groups if group.get("initial_lr") is not None}) == 1
+
+
+# ---- models: finds the models of a trainer, and identifies what is trained on which device ----
+
+
+def models_of(trainer: Any) -> list[torch.nn.Module]:
+    """Finds the models a trainer calls: what it trains, its reference, teachers and reward models."""
+    wrapped = _inside(getattr(trainer, "model_wrapped", trainer.model))
+    held: list[Any] = [wrapped if type(wrapped).__name__ == "OptimizedModule" else trainer.model]
+    for name, value in vars(trainer).items():
+        if name != "model_wrapped":
+            several = value if isinstance(value, (list, tuple)) else [value]
+            held.extend(each for each in several if hasattr(each, "config"))
+    found: list[torch.nn.Module] = []
+    inner: set[int] = set()
+    for value in held:
+        if isinstance(value, torch.nn.Module) and id(_inside(value)) not in inner:
+            found.append(_inside(value))
+            inner.update(id(module) for module in _inside(value).modules())
+    return found
+
+
+def _inside(module: torch.nn.Module) -> torch.nn.Module:
+    inner = getattr(module, "module", None)
+    return _inside(inner) if isinstance(inner, torch.nn.Module) else module
+
+
+def fingerprint(trainer: Any) -> dict[str, Any]:
+    """Gives facts that have to be the same for a size that fitted in one process to fit in another."""
+    parameters = list(trainer.model.parameters())
+    device = trainer.accelerator.device
+    return {
+        "parameters": sum(map(_size_of, parameters)),
+        "trained": sum(_size_of(parameter) for parameter in parameters if parameter.requires_grad),
+        "dtypes": sorted({str(parameter.dtype) for parameter in parameters}),
+        "precision": str(trainer.accelerator.mixed_precision),
+        "activation_checkpointing": bool(getattr(trainer.args, "gradient_checkpointing", False)),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "memory": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
+        "processes": int(trainer.args.world_size),
+    }
+
+
+def _size_of(parameter: torch.Tensor) -> int:
+    # Under ZeRO-3 there are elements only while they are gathered.
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def autocast_dtype(trainer: Any) -> torch.dtype | None:
+    """The dtype that calls of a trainer's models are cast to; accelerate does it inside of their forward."""
+    precision = str(trainer.accelerator.mixed_precision)
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(precision)
+
+
+def zero_job_of(trainer: Any) -> ZeroJob | None:
+    """Tells how the trainer uses DeepSpeed, before there is an engine; `None` if it does not."""
+    if not getattr(trainer, "is_deepspeed_enabled", False):
+        return None
+    config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
+    bf16 = config.get_value("bf16.enabled", False)
+    tensor_parallel = config.get_value("tensor_parallel.autotp_size", 0) or 1
+    return ZeroJob(
+        int(trainer.args.world_size) // int(tensor_parallel),
+        # Without a word of ZeRO it is -1 (accelerate 1.15).
+        max(int(config.get_value("zero_optimization.stage", 0)), 0),
+        bool(trainer.args.bf16 if bf16 == "auto" else bf16),
+        bool(config.get_value("checkpoint.load_universal", False)),
+    )
+
+
+# ---- blueprint ----
+
+
+def blueprint_of(trainer: Any) -> dict[str, Any]:
+    """Writes down the classes, arguments, model and precision of a trainer, in types that JSON has."""
+    accelerator, args = trainer.accelerator, trainer.args
+    reference = getattr(trainer, "ref_model", None)
+    # Enumerations, and other subclasses of str and int, become what they are based on.
+    written: dict[str, Any] = _plain(
+        {
+            "classes": [_name_of(cls) for cls in type(trainer).__mro__ if issubclass(cls, Trainer)],
+            # A method may be replaced on this one trainer.
+            "own_loss": has_own_loss(trainer) or "compute_loss" in vars(trainer),
+            "arguments_class": _name_of(type(args)),
+            # Tokens are not among them: `to_dict` writes their names in their place.
+            "arguments": args.to_dict(),
+            "model": _model_blueprint(accelerator.unwrap_model(trainer.model, keep_torch_compile=False)),
+            "reference": {**_model_blueprint(reference), "training": reference.training} if reference else None,
+            "precision": str(accelerator.mixed_precision),
+            "autocast": bool(accelerator.native_amp),
+            "device": accelerator.device.type,
+            "processes": processes.world_size(),
+            "directory": os.getcwd(),
+        }
+    )
+    return written
+
+
+def kept_weights(trainer: Any, at_most: int) -> dict[str, Any]:
+    """
+    Copies the weights of a trainer's model to host memory: all of them, or those that are trained, as far as they are
+    small enough.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    names = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    held = [*model.parameters(), *(buffer for buffer in model.buffers() if id(buffer) in names)]
+    # Of what FSDP2 or ZeRO-3 shards, this rank has a part.
+    if any(hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") or tensor.is_meta for tensor in held):
+        return {}
+    trained = [tensor for tensor in held if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)]
+    for chosen in (held, trained):
+        if sum(tensor.nbytes for tensor in chosen) <= at_most:
+            weights = {names[id(tensor)]: tensor.detach().to("cpu", copy=True) for tensor in chosen}
+            return {"weights": weights, "all_weights": chosen is held}
+    return {}
+
+
+def _model_blueprint(model: Any) -> dict[str, Any]:
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    config: Any = getattr(base, "config", None)
+    parameters = dict(model.named_parameters())
+    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    return {
+        "class": _name_of(type(base)),
+        "config": config.to_dict() if hasattr(config, "to_dict") else None,
+        "name_or_path": getattr(config, "_name_or_path", None) or None,
+        "attention": getattr(config, "_attn_implementation", None),
+        "dtype": _most_common_dtype(base.parameters()),
+        "trained_dtype": _most_common_dtype(trained),
+        "adapters": {name: each.to_dict() for name, each in getattr(model, "peft_config", {}).items()},
+        # An adapter says itself what is trained.
+        "frozen": []
+        if hasattr(model, "peft_config")
+        else [name for name, parameter in parameters.items() if not parameter.requires_grad],
+    }
+
+
+def _most_common_dtype(tensors: Iterable[torch.Tensor]) -> str | None:
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+def _name_of(cls: type) -> list[str]:
+    return [cls.__module__, cls.__qualname__]
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(jsonable(value)))
+
+
+# ---- colocated engine: a vLLM engine that generates in this process, beside the model that is trained ----
+
+
+def is_free_of_requests(trainer: Any) -> bool:
+    """
+    Drops what a call that raised has left in the engine, which the next call would answer together with its own
+    prompts: their completions would come first, and each row would get those of another.
+    """
+    engine = getattr(getattr(getattr(trainer, "vllm_generation", None), "llm", None), "llm_engine", None)
+    if engine is None:
+        return True
+    try:
+        if engine.has_unfinished_requests():
+            _abort(engine, list(engine.output_processor.request_states))
+        return not engine.has_unfinished_requests()
+    except Exception:
+        logger.warning("What a failed call has left in the vLLM engine cannot be dropped.", exc_info=True)
+        return False
+
+
+def _abort(engine: Any, requests: list[str]) -> None:
+    # Newer versions know them by another name than the one they were given.
+    internal = "internal" in inspect.signature(engine.abort_request).parameters
+    engine.abort_request(requests, **({"internal": True} if internal else {}))

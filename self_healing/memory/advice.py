@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..call_shape import CallShape
 from ..failures.recipes import FAILURE_RECIPES, FailureType
+from ..hf.batches import CallShape
 from ..hf.memory import OutOfMemory
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ..checkpoints.choice import mark_suspect, older_checkpoints
 from ..failures.recipes import Action, DamagedCheckpointError, FailureType
-from ..instrument.window import Window
+from ..hf.step import Window
 from ..ranks import votes
 from ..run.dispatch import HealingContext
 from ..system import processes

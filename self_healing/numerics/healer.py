@@ -10,13 +10,13 @@ from ..failures.recipes import FailureType, Symptom
 from ..healers.numerics.detectors.panel import DetectorPanel
 from ..healers.numerics.state import NumericsState
 from ..hf.adapter import Instrument
-from ..instrument.window import Window
+from ..hf.objective import StepSignals
+from ..hf.step import Window
 from ..journal.incident import Incident
 from ..ranks import votes
 from ..rollback.rollback import Rollback
 from ..run.incidents import OpenIncident
 from ..run.run import RunContext
-from ..signals import StepSignals
 from ..system import processes
 from .offending_batch import save_offending_batch
 

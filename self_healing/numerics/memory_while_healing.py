@@ -8,9 +8,8 @@ from typing import NoReturn
 
 from ..failures.classify import describe_exception
 from ..failures.recipes import Action, Cause, FailureType, TrainingFault, UnrecoverableTrainingError
-from ..hf.memory import is_out_of_memory, let_go
-from ..instrument.device_memory import free_memory, memory_figures
-from ..instrument.window import Window
+from ..hf.memory import free_memory, is_out_of_memory, let_go, memory_figures
+from ..hf.step import Window
 from ..journal.incident import Incident
 from ..run.dispatch import HealingContext
 from ..system import processes

@@ -9,7 +9,7 @@ from ..failures.recipes import FAILURE_RECIPES, Action, Cause, FailureType, Symp
 from ..healers.numerics.diagnosis import diagnose, diagnose_start
 from ..healers.numerics.healer import RollbackClimb
 from ..healers.numerics.state import NumericsState
-from ..instrument.window import Window
+from ..hf.step import Window
 from ..rollback.rollback import Rollback
 from ..run.diagnosis import Diagnosis
 from ..run.dispatch import HealingContext

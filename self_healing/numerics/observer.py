@@ -9,10 +9,10 @@ from ..failures.recipes import FailureType
 from ..healers.numerics.healer import RollbackClimb
 from ..healers.numerics.loss import DivergenceHealer
 from ..healers.numerics.state import NumericsState
-from ..instrument.window import Window
+from ..hf.objective import StepSignals
+from ..hf.step import Window
 from ..rollback.rollback import Rollback
 from ..run.run import RunContext
-from ..signals import StepSignals
 from .healer import NumericsHealer
 
 

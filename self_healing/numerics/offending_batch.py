@@ -13,8 +13,8 @@ import torch
 
 from ..failures.classify import classify_exception
 from ..failures.recipes import FailureType
-from ..instrument.blueprint import blueprint_of, kept_weights
-from ..instrument.window import Window
+from ..hf.step import Window
+from ..hf.view import blueprint_of, kept_weights
 from ..journal.incident import Incident
 from ..system.files import rank_in
 

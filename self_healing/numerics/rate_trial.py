@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from statistics import mean
 
 from ..failures.recipes import TrainingFault
+from ..hf.experiments import EarlierSteps
 from ..hf.memory import let_go
-from ..instrument.earlier_steps import EarlierSteps
-from ..instrument.kept_step import Control
-from ..instrument.window import Window
+from ..hf.step import Control, Window
 from ..rollback.snapshots import Snapshot
 from ..rollback.trials import StateTrials
 

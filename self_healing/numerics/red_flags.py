@@ -8,7 +8,7 @@ from typing import Any
 from ..failures.recipes import Action, FailureType, Symptom
 from ..healers.numerics.healer import RollbackClimb
 from ..healers.numerics.state import NumericsState
-from ..instrument.window import Window
+from ..hf.step import Window
 from ..journal.incident import Incident
 from ..ranks import votes
 from ..rollback.rollback import Rollback

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from ..hf.experiments import StepExperiments
-from ..instrument.window import Window
+from ..hf.step import Window
 from ..journal.incident import Incident
 from ..journal.journal import Journal
 from ..system import processes

@@ -10,10 +10,10 @@ from itertools import chain
 from typing import Any
 
 from ..failures.recipes import TrainingFault
-from ..instrument.earlier_steps import EarlierSteps
-from ..instrument.window import Window
+from ..hf.experiments import EarlierSteps
+from ..hf.objective import StepSignals
+from ..hf.step import Window
 from ..rollback.trials import StateTrials
-from ..signals import StepSignals
 
 
 logger = logging.getLogger(__name__)

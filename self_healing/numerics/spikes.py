@@ -8,12 +8,12 @@ from ..failures.recipes import Action, Cause, FailureType, Symptom
 from ..healers.numerics.healer import RollbackClimb
 from ..healers.numerics.loss import DivergenceHealer
 from ..healers.numerics.state import NumericsState
-from ..instrument.window import Window
+from ..hf.objective import StepSignals
+from ..hf.step import Window
 from ..rollback.rollback import Rollback
 from ..run.dispatch import HealingContext
 from ..run.incidents import OpenIncident
 from ..run.run import RunContext
-from ..signals import StepSignals
 from .healer import NumericsHealer
 from .observer import StepObserver
 

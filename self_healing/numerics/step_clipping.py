@@ -7,8 +7,8 @@ from typing import Any
 
 from ..config.healing_config import HealingConfig
 from ..healers.numerics.clipping import ZClip
-from ..instrument.window import Window
-from ..signals import StepSignals
+from ..hf.objective import StepSignals
+from ..hf.step import Window
 
 
 class StepClipping:

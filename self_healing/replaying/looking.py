@@ -9,9 +9,9 @@ from typing import Any
 
 from ..failures.recipes import TrainingFault
 from ..healers.numerics.diagnosis import find_poison_rows
+from ..hf.engine import Origin
 from ..hf.experiments import StepExperiments
-from ..instrument.origin import Origin
-from ..instrument.window import Window
+from ..hf.step import Window
 
 
 # Rows that are looked into one by one; a model that fails on all of them fails on each alike.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from ..failures.classify import describe_exception
 from ..healers.restarts.shared_memory import MemoryStart
 from ..hf.adapter import Instrument
-from ..instrument.resume_point import ResumePoint
+from ..hf.trainer_state import ResumePoint
 from ..journal.incident import Incident
 from ..run.record import Ending, RunRecord, warn_about_parts
 from ..run.run import RunContext

@@ -9,7 +9,7 @@ from ..checkpoints.choice import newest_checkpoint_of
 from ..checkpoints.marker import step_of
 from ..failures.recipes import Action, FailureType
 from ..healers.restarts.preemption import Preemption
-from ..instrument.discovery import is_training
+from ..hf.patching import is_training
 from ..ranks.messages import Failure
 from ..run.record import Ending
 from ..run.run import RunContext

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from ..healers.restarts.shared_memory import remove_other_states
-from ..instrument.resume_record import loads_more
+from ..hf.trainer_state import loads_more
 from ..rollback.rollback import Rollback
 from ..rollback.shared_states import SharedStates, remove_rank
 from ..run.record import Ending

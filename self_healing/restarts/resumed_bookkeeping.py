@@ -11,8 +11,7 @@ from ..checkpoints.marker import read_marker
 from ..healers.restarts.emergency import owed_in, write_again
 from ..healers.restarts.start import bookkeeping_of
 from ..hf.adapter import Instrument
-from ..instrument.generated import load_generated
-from ..instrument.resume_point import Leave, Pending
+from ..hf.trainer_state import Leave, Pending, load_generated
 from ..ranks import votes
 from ..run.run import RunContext
 from ..system import processes

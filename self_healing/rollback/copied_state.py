@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..extents import Extent, extent_of
-from ..hf.state import LiveState, local
+from ..hf.state import Extent, LiveState, extent_of, local
 from .host_copies import DeviceCopies
 from .host_memory import HostBlock, aligned
 

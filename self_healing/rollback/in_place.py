@@ -10,9 +10,8 @@ import torch
 from ..failures.classify import classify_exception
 from ..failures.recipes import FailureType
 from ..hf.adapter import Instrument
-from ..hf.memory import is_out_of_memory, let_go, with_room
+from ..hf.memory import free_memory, is_out_of_memory, let_go, with_room
 from ..hf.state import LiveState, optimizer_in_training_mode, reload_checkpoint
-from ..instrument.device_memory import free_memory
 from ..ranks import votes
 from .kept_batches import KeptBatches
 from .ring import SnapshotRing

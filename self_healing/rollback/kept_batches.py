@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ..instrument.kept_step import Control, Recording, on_host
-from ..instrument.window import Window
+from ..hf.step import Control, Recording, Window, on_host
 from .snapshots import Snapshot
 
 

@@ -15,7 +15,7 @@ from ..healers.restarts.emergency import owing
 from ..hf.adapter import Instrument
 from ..hf.replicas import Replicas
 from ..hf.state import LiveState
-from ..instrument.resume_record import ResumeRecord
+from ..hf.trainer_state import ResumeRecord
 from ..journal.journal import Journal
 from ..ranks import votes
 from .copied_state import size_of

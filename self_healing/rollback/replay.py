@@ -11,10 +11,9 @@ from typing import Any
 
 from ..failures.classify import describe_exception
 from ..failures.recipes import TrainingFault
-from ..instrument.earlier_steps import EarlierSteps
-from ..instrument.kept_step import Recording
-from ..instrument.window import Window
-from ..signals import StepSignals
+from ..hf.experiments import EarlierSteps
+from ..hf.objective import StepSignals
+from ..hf.step import Recording, Window
 from ..system.random_state import tolerance
 
 

@@ -11,12 +11,12 @@ from ..checkpoints.marker import missing_steps_in, number_of, step_of
 from ..checkpoints.retention import RunCheckpoints
 from ..config.healing_config import HealingConfig
 from ..hf.adapter import Instrument
+from ..hf.objective import StepSignals
 from ..hf.state import LiveState
-from ..instrument.window import Window
+from ..hf.step import Window
 from ..journal.journal import Journal
 from ..ranks import votes
 from ..run.went_back import Target, WentBack
-from ..signals import StepSignals
 from .in_place import StateInPlace
 from .kept_batches import KeptBatches
 from .replay import Replay, Replayed

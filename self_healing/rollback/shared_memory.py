@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from ..hf.replicas import sum_of_all
 from ..hf.state import LiveState, local
-from ..instrument.resume_record import ResumeRecord
+from ..hf.trainer_state import ResumeRecord
 from ..system import processes
 from .copied_state import Place, TensorCopy, leaves
 from .host_memory import HostBlock

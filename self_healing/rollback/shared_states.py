@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from ..hf.state import LiveState
-from ..instrument.resume_record import ResumeRecord
+from ..hf.trainer_state import ResumeRecord
 from ..shared_memory import directory_of, free_shared_memory, hold, is_own, make_directory, this_boot
 from .host_copies import DeviceCopies
 from .host_memory import HostBlock

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from ..extents import Search
-from ..hf.state import LiveState
+from ..hf.state import LiveState, Search
 from .copied_state import NewBlock, Place, StateWriter, TensorCopy, by_device, copy_all, leaves, put_back
 from .host_copies import SideStream, Transfer, copies_of
 from .host_memory import HostBlock

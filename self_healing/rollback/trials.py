@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..instrument.kept_step import Control
+from ..hf.step import Control
 from ..ranks import votes
 from .in_place import StateInPlace
 from .kept_batches import KeptBatches

@@ -11,9 +11,8 @@ from ..checkpoints.retention import RunCheckpoints
 from ..config.healing_config import HealingConfig
 from ..hf.memory import is_out_of_memory, with_room
 from ..hf.state import LiveState, optimizer_in_training_mode
-from ..instrument.kept_step import Control
-from ..instrument.resume_record import ResumeRecord
-from ..instrument.window import Window
+from ..hf.step import Control, Window
+from ..hf.trainer_state import ResumeRecord
 from ..journal.journal import Journal
 from ..ranks import votes
 from ..system.random_state import RandomState

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..failures.classify import classify_exception
 from ..failures.recipes import FAILURE_RECIPES, Action, FailureType
-from ..instrument.batch_size import BatchPlan
+from ..hf.memory import BatchPlan
 from ..journal.incident import Incident
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from ..call_shape import CallShape
 from ..failures.recipes import IN_PLACE, Action
 from ..hf.adapter import Instrument
-from ..instrument.batch_size import BatchPlan
-from ..instrument.window import Window
+from ..hf.batches import CallShape
+from ..hf.memory import BatchPlan
+from ..hf.step import Window
 from ..journal.incident import Incident
 from ..journal.journal import Journal
 from .diagnosis import Diagnosis

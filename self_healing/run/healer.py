@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..hf.engine import StepPasses
+from ..hf.hooks import Hooks
 from ..hf.memory import OutOfMemory
-from ..instrument.hooks import Hooks
-from ..instrument.window import Window
+from ..hf.step import Window
 from .claims import Claim
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from transformers import Trainer
 
 from ..healers.dry_run import quiet_arguments
-from ..instrument.one_step import compute_one_step
-from ..instrument.preservation import preserved
+from ..hf.experiments import compute_one_step
+from ..hf.trainer_state import preserved
 from ..replaying.incidents import KeptIncident, ReplayError, find_incident, load_kept
 from ..replaying.looking import Look, look_into
 from ..replaying.weights import WeightsChoice, choose_weights

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from self_healing.checkpoints.choice import check_resumed
 from self_healing.checkpoints.marker import set_standing, standing_of, write_marker, written_at
 from self_healing.healers.restarts.emergency import owed_in, owing
-from self_healing.instrument.resume_point import Leave, Pending
+from self_healing.hf.trainer_state import Leave, Pending
 
 
 def checkpoint_at(directory: Path, step: int, **marker: Any) -> Path:

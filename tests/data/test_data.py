@@ -32,7 +32,7 @@ from self_healing.failures.retry import RetryPolicy
 from self_healing.healers.data.datasets import GuardedDataset
 from self_healing.healers.data.guard import DataSourceError, Guard
 from self_healing.healers.data.quarantine import KnownBadSamples
-from self_healing.instrument.loading import TrainingLoader
+from self_healing.hf.dataloader import TrainingLoader
 
 
 BAD = (5, 17)

@@ -24,7 +24,7 @@ from self_healing import HealingConfig, SelfHealingTrainer, UnrecoverableTrainin
 from self_healing.data.collator import GuardedCollator
 from self_healing.failures.classify import classify_exception
 from self_healing.failures.recipes import FailureType
-from self_healing.instrument.loader_workers import end_workers_that_failed
+from self_healing.hf.dataloader import end_workers_that_failed
 
 
 class KilledOnce(Rows):

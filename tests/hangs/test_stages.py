@@ -392,7 +392,7 @@ def test_the_workers_that_the_training_thread_waited_for_are_ended_and_named(
     monkeypatch: pytest.MonkeyPatch,
     ended: list[int],
 ) -> None:
-    monkeypatch.setattr("self_healing.instrument.loader_workers.end_awaited_workers", lambda frame: ended)
+    monkeypatch.setattr("self_healing.hf.dataloader.end_awaited_workers", lambda frame: ended)
     watched = watch(recovers=True)
     watched.hang(12.0)
     watched.interrupted()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from self_healing.instrument.gradients import discard_gradients, gradients_of, named_gradients_of
+from self_healing.hf.state import discard_gradients, gradients_of, named_gradients_of
 
 
 @pytest.fixture

@@ -20,12 +20,11 @@ from self_healing.hf.adapter import Instrument
 from self_healing.hf.batches import Layout
 from self_healing.hf.dataloader import DataPosition
 from self_healing.hf.engine import StepEngine
-from self_healing.hf.experiments import StepExperiments
+from self_healing.hf.experiments import EarlierSteps, StepExperiments
+from self_healing.hf.hooks import Hooks
 from self_healing.hf.objective import objective_named
+from self_healing.hf.step import Window
 from self_healing.hf.trainer_state import Bookkeeper
-from self_healing.instrument.earlier_steps import EarlierSteps
-from self_healing.instrument.hooks import Hooks
-from self_healing.instrument.window import Window
 
 
 _T = TypeVar("_T")

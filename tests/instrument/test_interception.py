@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from self_healing.hf.patching import Replacements
-from self_healing.instrument.interception import Interception
+from self_healing.hf.patching import Interception, Replacements
 
 
 def intercepted(replaced: Replacements, model: Any, called: list[str], name: str) -> Interception:

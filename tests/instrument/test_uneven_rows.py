@@ -14,7 +14,7 @@ from forked_pairs import run_pair
 from transformers import set_seed
 
 from self_healing import SelfHealingCallback
-from self_healing.instrument.uneven_rows import gathering_uneven_rows
+from self_healing.hf.batches import gathering_uneven_rows
 
 
 def _gather_on_two_ranks(directory: Path, rank: int) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from test_memory import TooManyRows, out_of_memory
 from trl.generation.vllm_generation import VLLMGeneration
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
-from self_healing.call_shape import CallShape
 from self_healing.healers.oom.sizes import SIZES_FILE, KnownSizes
+from self_healing.hf.batches import CallShape
 from self_healing.hf.memory import caught
 
 

@@ -13,9 +13,9 @@ import torch
 from made_up_run import MadeUpRun, MadeUpWindow
 
 from self_healing import Action, FailureType, UnrecoverableTrainingError
-from self_healing.call_shape import CallShape
 from self_healing.healers.oom.healer import MemoryHealer
 from self_healing.healers.oom.sizes import SIZES_FILE, KnownSizes, MemoryRemedies, MemoryState, SizesFile
+from self_healing.hf.batches import CallShape
 from self_healing.hf.memory import OutOfMemory
 
 

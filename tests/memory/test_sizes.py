@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from self_healing.call_shape import CallShape, Kind
 from self_healing.healers.oom.sizes import KnownSizes
+from self_healing.hf.batches import CallShape, Kind
 
 
 def train(rows: int, length: int = 512) -> CallShape:

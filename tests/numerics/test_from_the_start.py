@@ -29,7 +29,7 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.instrument.origin import nonfinite_in, watching_outputs
+from self_healing.hf.engine import nonfinite_in, watching_outputs
 
 
 def ending(trainer: Any, output_dir: Path) -> dict[str, Any]:

@@ -36,12 +36,11 @@ from self_healing import (
 from self_healing.healers.numerics.judge import StepJudge
 from self_healing.healers.oom.microbatches import Microbatches
 from self_healing.hf import experiments, trainer_state, view
+from self_healing.hf import step as fewer_rows
 from self_healing.hf import step as step_record
-from self_healing.hf.experiments import StepExperiments
+from self_healing.hf.experiments import EarlierSteps, StepExperiments
+from self_healing.hf.step import Window
 from self_healing.hf.training_step import AccelerateEngine
-from self_healing.instrument import fewer_rows
-from self_healing.instrument.earlier_steps import EarlierSteps
-from self_healing.instrument.window import Window
 from self_healing.numerics.nonfinite import NonfiniteHealer
 from self_healing.rollback import in_place
 from self_healing.rollback.ring import SnapshotRing

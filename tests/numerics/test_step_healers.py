@@ -22,6 +22,7 @@ from self_healing.healers.numerics.judge import StepJudge
 from self_healing.healers.numerics.loss import DivergenceHealer
 from self_healing.healers.numerics.nonfinite import CorruptedStateHealer
 from self_healing.healers.numerics.remedies import NumericsRemedies
+from self_healing.hf.objective import StepSignals
 from self_healing.numerics.damaged_checkpoint import DamagedCheckpointHealer
 from self_healing.numerics.healer import NumericsHealer
 from self_healing.numerics.memory_while_healing import MemoryWhileHealing
@@ -31,7 +32,6 @@ from self_healing.numerics.untrained_run import UntrainedRunHealer
 from self_healing.run.diagnosis import Diagnosis
 from self_healing.run.dispatch import HealingContext
 from self_healing.run.went_back import WentBack
-from self_healing.signals import StepSignals
 
 
 NAN = math.nan

@@ -39,7 +39,7 @@ from self_healing import (
     UnrecoverableTrainingError,
 )
 from self_healing.checkpoints.marker import write_marker
-from self_healing.instrument.origin import Origin, watching_gradients
+from self_healing.hf.engine import Origin, watching_gradients
 from self_healing.numerics import offending_batch
 from self_healing.numerics.offending_batch import KEPT_BATCHES, KEPT_OF_TRANSIENT, save_offending_batch
 from self_healing.replaying.incidents import find_incident, kept_incidents, load_kept

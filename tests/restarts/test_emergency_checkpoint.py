@@ -33,7 +33,7 @@ from self_healing.checkpoints.marker import checkpoints_in, load_marker
 from self_healing.checkpoints.vetting import vet
 from self_healing.healers.restarts import emergency
 from self_healing.healers.restarts.emergency import owed_in
-from self_healing.instrument.resume_point import Pending
+from self_healing.hf.trainer_state import Pending
 
 
 STEPS = {"max_steps": 6, "logging_steps": 2}

@@ -16,7 +16,7 @@ from self_healing import FAILURE_RECIPES, Action, FailureType, HealingConfig, In
 from self_healing.checkpoints.marker import write_marker
 from self_healing.healers.assembly import Run, assemble
 from self_healing.healers.restarts import ending
-from self_healing.instrument.resume_point import ResumePoint
+from self_healing.hf.trainer_state import ResumePoint
 from self_healing.ranks.messages import Failure
 from self_healing.restarts import departure
 from self_healing.restarts.attempts import Attempts

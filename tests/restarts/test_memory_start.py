@@ -17,7 +17,7 @@ from trl import SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingTrainer, shared_memory
 from self_healing.healers.restarts.start import came_to_nothing
-from self_healing.instrument.resume_record import loads_more
+from self_healing.hf.trainer_state import loads_more
 from self_healing.run.record import Attempt, RunRecord
 from self_healing.shared_memory import directory_of
 

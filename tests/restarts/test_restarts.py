@@ -31,7 +31,7 @@ from transformers import TrainerCallback
 
 from self_healing import FAILURE_RECIPES, FailureType, HealingConfig, HealingReport, SelfHealingTrainer
 from self_healing.healers.restarts.start import was_writing
-from self_healing.instrument.generated import load_generated
+from self_healing.hf.trainer_state import load_generated
 from self_healing.run.record import _CALLS, RECORD_FILE, Ending, RunRecord
 from self_healing.run.status import STATUS_FILE
 from self_healing.system.processes import Process, launch_of

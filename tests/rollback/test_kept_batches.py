@@ -15,8 +15,8 @@ from conftest import RaisingForward, assert_same_weights, journal, sft_trainer, 
 from transformers import BatchEncoding, TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback
-from self_healing.instrument import kept_step
-from self_healing.instrument.kept_step import Control, on_host
+from self_healing.hf import step
+from self_healing.hf.step import Control, on_host
 from self_healing.rollback.kept_batches import KeptBatches
 
 
@@ -101,7 +101,7 @@ def test_where_the_device_has_no_memory_all_of_them_leave_it(
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[healing], **ARGUMENTS | {"max_steps": 18})
     batches = Batches(trainer.model)
     # The CPU is the device here, and the host is another one.
-    monkeypatch.setattr(kept_step, "HOST", torch.device("meta"))
+    monkeypatch.setattr(step, "HOST", torch.device("meta"))
     # Beyond the first steps, which are kept longer: of those before the newest snapshot only an older one keeps some.
     noting = Noting(batches, 14, lambda: healing.run.rollback.in_place.free_batches(of_host=False))
     trainer.add_callback(noting)
@@ -133,7 +133,7 @@ def test_one_that_has_left_the_device_is_nested_as_it_was(inputs: Any, monkeypat
     calls = [(None, inputs, (), {})]
     control = Control(calls, loss=1.0, nbytes=0)
     assert control.leave_device() == 0
-    monkeypatch.setattr(kept_step, "HOST", torch.device("meta"))
+    monkeypatch.setattr(step, "HOST", torch.device("meta"))
     assert control.leave_device() > 0
     assert outline(control.calls[0][1]) == outline(inputs)
     assert calls[0][1] is inputs, "those of the step itself stay"

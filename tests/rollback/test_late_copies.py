@@ -17,9 +17,9 @@ from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback
 from self_healing.healers.numerics.diagnosis import diagnose_rise, diagnose_stillness
+from self_healing.hf.experiments import EarlierSteps
 from self_healing.hf.state import LiveState
-from self_healing.instrument.earlier_steps import EarlierSteps
-from self_healing.instrument.window import Window
+from self_healing.hf.step import Window
 from self_healing.numerics.rate_trial import try_rates
 from self_healing.numerics.resume_trial import try_older_checkpoints
 from self_healing.rollback.ring import SnapshotRing

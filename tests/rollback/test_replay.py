@@ -14,9 +14,9 @@ from made_up_run import MadeUpWindow
 from test_states import SmallRun
 
 from self_healing.failures.recipes import TrainingFault
+from self_healing.hf.objective import StepSignals
 from self_healing.rollback.replay import Replay, Replayed, first_beyond_noise
 from self_healing.run.went_back import Target
-from self_healing.signals import StepSignals
 
 
 STEPS = 20

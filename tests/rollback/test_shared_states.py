@@ -22,7 +22,7 @@ from self_healing import shared_memory
 from self_healing.healers.restarts.shared_memory import _states_of, remove_other_states, steps_in_memory
 from self_healing.hf.deepspeed import Partitioning
 from self_healing.hf.state import LiveState
-from self_healing.instrument.resume_record import ResumeRecord
+from self_healing.hf.trainer_state import ResumeRecord
 from self_healing.rollback import shared_states
 from self_healing.rollback.ring import SnapshotRing
 from self_healing.rollback.shared_memory import SUFFIX, StateUnusable, open_state, read_facts

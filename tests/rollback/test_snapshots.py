@@ -321,7 +321,7 @@ class TestRing:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
         with monkeypatch.context() as patch:
-            patch.setattr("self_healing.extents.extent_of", fail)
+            patch.setattr("self_healing.hf.state.extent_of", fail)
             with pytest.raises(torch.OutOfMemoryError):
                 ring.take(state, 1, {})
         assert not ring.take(state, 2, {}).allocated

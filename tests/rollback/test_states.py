@@ -15,7 +15,7 @@ from self_healing import HealingConfig
 from self_healing.checkpoints.marker import load_marker, write_marker
 from self_healing.checkpoints.retention import RunCheckpoints
 from self_healing.hf.state import LiveState
-from self_healing.instrument.kept_step import Control
+from self_healing.hf.step import Control
 from self_healing.rollback.interval import SnapshotInterval
 from self_healing.rollback.rollback import Rollback
 from self_healing.rollback.snapshots import Snapshot

@@ -41,7 +41,7 @@ from self_healing.failures.classify import classify_exception, could_not_be_writ
 from self_healing.failures.recipes import FailureType
 from self_healing.healers.assembly import assemble
 from self_healing.healers.saves import SaveHealer
-from self_healing.instrument.saving import CheckpointSaving
+from self_healing.hf.saving import CheckpointSaving
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}

@@ -19,8 +19,8 @@ from ...data.sample_names import describe_name
 from ...failures.recipes import Action, FailureType
 from ...failures.retry import RetryPolicy
 from ...hf.adapter import Instrument
+from ...hf.dataloader import TrainingLoader
 from ...inspection.columns import digest_of
-from ...instrument.loading import TrainingLoader
 from ...journal.incident import Incident
 from ...run.claims import Claim
 from ...run.dispatch import HealingContext

@@ -22,8 +22,8 @@ from ...hangs.collectives import collective_in
 from ...hangs.exits import HangExits
 from ...hangs.stacks import current_frames, line_of, user_line_of, worker_line_in, write_stacks
 from ...hangs.working import compiles, processor_seconds
+from ...hf.dataloader import end_awaited_workers
 from ...hf.sections import BETWEEN, Heartbeat, Section
-from ...instrument.loader_workers import end_awaited_workers
 from ...journal.incident import Incident
 from ...journal.journal import Journal
 from ...ranks.messages import Failure, Position, behind, where_all_are, where_all_wait

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...clipping.gradients import Parameters, scale_gradients, tensors_of, total_gradient_norm, whole
 from ...config.schema import ConfigurationError
 from ...detectors.norm_statistics import ZClipStatistic
+from ...hf.state import Parameters, scale_gradients, tensors_of, total_gradient_norm, whole
 
 
 @dataclass(frozen=True, slots=True)

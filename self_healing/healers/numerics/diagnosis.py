@@ -14,14 +14,13 @@ from ...config.healing_config import HealingConfig
 from ...failures.classify import describe_exception
 from ...failures.recipes import Cause, FailureType, TrainingFault
 from ...hf.adapter import Instrument
-from ...hf.experiments import StepExperiments
-from ...instrument.earlier_steps import EarlierSteps
-from ...instrument.window import Window
+from ...hf.experiments import EarlierSteps, StepExperiments
+from ...hf.objective import StepSignals
+from ...hf.step import Window
 from ...ranks import votes
 from ...rollback.snapshots import Snapshot
 from ...rollback.trials import StateTrials
 from ...run.diagnosis import Diagnosis
-from ...signals import StepSignals
 from ...system import processes
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ...instrument.window import Window
+from ...hf.objective import StepSignals
+from ...hf.step import Window
 from ...numerics.damaged_checkpoint import DamagedCheckpointHealer
 from ...numerics.memory_while_healing import MemoryWhileHealing
 from ...numerics.nonfinite import NonfiniteHealer
@@ -20,7 +21,6 @@ from ...rollback.rollback import Rollback
 from ...run.dispatch import HealingContext
 from ...run.healer import Healer
 from ...run.run import RunContext
-from ...signals import StepSignals
 from .healer import RollbackClimb
 from .loss import DivergenceHealer
 from .nonfinite import CorruptedStateHealer

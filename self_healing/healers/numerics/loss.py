@@ -6,7 +6,7 @@ import math
 from statistics import median
 
 from ...failures.recipes import INSPECTIONS, Action, Cause, FailureType
-from ...instrument.window import Window
+from ...hf.step import Window
 from ...numerics.damaged_checkpoint import DamagedCheckpointHealer
 from ...numerics.healer import NumericsHealer
 from ...rollback.rollback import Rollback

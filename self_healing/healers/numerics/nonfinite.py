@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...failures.recipes import FAILURE_RECIPES, Action, Cause, FailureType
 from ...hf.state import nonfinite_copies
-from ...instrument.window import Window
+from ...hf.step import Window
 from ...journal.incident import Incident
 from ...numerics.healer import NumericsHealer
 from ...ranks import votes

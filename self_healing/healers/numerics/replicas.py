@@ -12,7 +12,7 @@ import torch
 
 from ...failures.recipes import Action, FailureType
 from ...hf.replicas import DIGEST_PARTS, Apart, Group, Replicas, SumsOfGroups, are_apart, unlike
-from ...instrument.window import Window
+from ...hf.step import Window
 from ...numerics.healer import NumericsHealer
 from ...ranks import votes
 from ...rollback.rollback import Rollback

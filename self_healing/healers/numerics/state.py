@@ -10,6 +10,7 @@ from ...config.healing_config import HealingConfig
 from ...detectors.nonfinite import NonFiniteDetector
 from ...detectors.rules.rule import MetricRule, rules_for
 from ...hf.adapter import Instrument
+from ...hf.objective import StepSignals
 from ...journal.incident import Incident
 from ...journal.journal import Journal
 from ...numerics.ladder import RollbackLadder
@@ -19,7 +20,6 @@ from ...numerics.repeatability_check import RepeatabilityCheck
 from ...numerics.step_clipping import StepClipping
 from ...run.budget import RecoveryBudget
 from ...run.outcomes import Outcomes
-from ...signals import StepSignals
 from ...system.files import Stateful, take_over, take_over_whole
 from .detectors.panel import DetectorPanel
 from .detectors.rules import MetricRules

@@ -19,8 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from ...call_shape import CallShape, Kind
-from ...hf.batches import Layout, segments_of, select_rows
+from ...hf.batches import CallShape, Kind, Layout, segments_of, select_rows
 from ...ranks import votes
 from .sizes import KnownSizes
 

@@ -7,23 +7,26 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...call_shape import CallShape
 from ...failures.classify import classify_exception
 from ...failures.recipes import Action, FailureType, text_of
 from ...hf.adapter import Instrument
-from ...hf.memory import OutOfMemory, is_out_of_memory, with_room
-from ...hf.view import TrainerView
-from ...instrument.batch_size import CannotReduce, smaller_batch
-from ...instrument.device_memory import (
+from ...hf.batches import CallShape
+from ...hf.memory import (
+    CannotReduce,
+    OutOfMemory,
     alloc_retries,
     free_memory,
+    is_out_of_memory,
     record_memory_history,
     room_of,
+    smaller_batch,
+    with_room,
     write_memory_snapshot,
 )
-from ...instrument.gradients import is_sharded
-from ...instrument.interception import Interception
-from ...instrument.window import Window
+from ...hf.patching import Interception
+from ...hf.state import is_sharded
+from ...hf.step import Window
+from ...hf.view import TrainerView
 from ...journal.incident import Incident
 from ...memory.advice import (
     BATCHES_MOVED,

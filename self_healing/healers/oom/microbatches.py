@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
-from ...call_shape import CallShape
 from ...hf.adapter import Instrument
-from ...hf.batches import Layout, layout_of, select_rows
+from ...hf.batches import CallShape, Layout, layout_of, select_rows
 from ...hf.patching import Replacements
 from .calls import IGNORED_LABEL, CannotSplit, groups_of_segments, main_input, spans
 from .sizes import KnownSizes

@@ -11,10 +11,9 @@ from typing import Any, Protocol
 
 from transformers import TrainingArguments
 
-from ...call_shape import CallShape, Kind
 from ...failures.recipes import Action
-from ...instrument.batch_size import change_batch
-from ...instrument.device_memory import free_memory
+from ...hf.batches import CallShape, Kind
+from ...hf.memory import change_batch, free_memory
 from ...run.dispatch import CarryOut, HealingContext
 from ...run.run import RunContext
 from ...system.files import of_rank, replace_file

@@ -14,11 +14,9 @@ from ...checkpoints.retention import disk_full
 from ...failures.classify import classify_exception, could_not_be_written, describe_exception
 from ...failures.recipes import FailureType
 from ...hf.adapter import Instrument
-from ...hf.memory import let_go
-from ...instrument.device_memory import free_memory
-from ...instrument.generated import save_generated
-from ...instrument.own_checkpoints import emergency_path, write_beside, write_checkpoint
-from ...instrument.resume_point import Leave, Pending, ResumePoint
+from ...hf.memory import free_memory, let_go
+from ...hf.saving import emergency_path, write_beside, write_checkpoint
+from ...hf.trainer_state import Leave, Pending, ResumePoint, save_generated
 from ...system import processes
 from ...system.files import BESIDE_DIR, EMERGENCY_DIR
 

@@ -8,7 +8,7 @@ from typing import Any
 from ...checkpoints.choice import newest_checkpoint_of, newest_marked_checkpoint_of
 from ...failures.classify import add_note, classify_exception, comes_from_a_collective, describe_exception
 from ...failures.recipes import ASKS_FOR_A_NEW_RUN, FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
-from ...instrument.objective import what_is_trained
+from ...hf.objective import what_is_trained
 from ...journal.incident import Incident
 from ...journal.postmortem import where_to_go_on
 from ...ranks.messages import Failure, where_all_are

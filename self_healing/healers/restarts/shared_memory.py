@@ -14,7 +14,7 @@ import torch
 
 from ...checkpoints.marker import write_marker
 from ...hf.state import LiveState
-from ...instrument.resume_record import resuming_from
+from ...hf.trainer_state import resuming_from
 from ...ranks import votes
 from ...rollback.shared_memory import SUFFIX, StateFacts, StateUnusable, StoredState, open_state, read_facts
 from ...rollback.shared_states import rank_directory

@@ -26,8 +26,8 @@ from ...checkpoints.deepspeed import why_of_another_job
 from ...checkpoints.marker import checkpoints_in, number_of, read_marker, standing_of
 from ...checkpoints.vetting import Readers, Verdict, why_not_here
 from ...config.healing_config import HealingConfig
-from ...instrument.models import zero_job_of
-from ...instrument.resume_record import loads_more
+from ...hf.trainer_state import loads_more
+from ...hf.view import zero_job_of
 from ...journal.journal import Journal
 from ...ranks import votes
 from ...rollback.shared_memory import StoredState

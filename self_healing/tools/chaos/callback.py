@@ -11,7 +11,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from ...data.proxy import Proxy
-from ...instrument.discovery import find_trainer
+from ...hf.patching import find_trainer
 from .faults import ANY, KINDS, Fault, FaultError, Ledger, Ranks, Schedule, parse_faults
 from .injectors import ModelFaults, guard_dataset, guard_rewards, guard_saving, plain_rewards, tear_checkpoint
 

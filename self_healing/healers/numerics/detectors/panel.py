@@ -10,7 +10,7 @@ from ....config.healing_config import HealingConfig
 from ....detectors.stillness import DeadLossDetector, NeverLearnedDetector, VanishingGradientDetector
 from ....detectors.usual import UsualSpikes
 from ....failures.recipes import Symptom
-from ....signals import StepSignals
+from ....hf.objective import StepSignals
 from .divergence import DivergenceDetector
 from .progress import OverfittingDetector, PlateauDetector, SlowRiseDetector
 from .spikes import CoSpikeDetector, GradientSpikeDetector, LossSpikeDetector
