@@ -46,7 +46,7 @@ from transformers import (
 
 import self_healing
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.rollback.host_copies import copies_of
+from self_healing.rollback.host_memory import copies_of
 
 
 HERE = Path(__file__)
@@ -529,7 +529,7 @@ def side_stream(setting: Setting) -> dict[str, Any]:
     with repeatable_kernels():
         plain = finish(setting, trainer_of(setting, "plain", **settings))
         slow = {"cuda": SlowCopies(copies_of("cuda"), 500_000_000)}.get if setting.on_gpu else copies_of
-        with mock.patch("self_healing.rollback.host_copies.copies_of", slow):
+        with mock.patch("self_healing.rollback.host_memory.copies_of", slow):
             config = HealingConfig(snapshot_interval=4, snapshot_verify_steps=2)
             ours = finish(setting, trainer_of(setting, "ours", [SelfHealingCallback(config)], **settings))
     same = largest_difference(plain, ours) == 0.0

@@ -43,7 +43,7 @@ from self_healing import HealingConfig, SelfHealingTrainer
 from self_healing.checkpoints.vetting import vet
 from self_healing.healers.restarts.shared_memory import open_in_memory, steps_in_memory
 from self_healing.hf.state import live_state_of
-from self_healing.shared_memory import directory_of, remove_states
+from self_healing.rollback.shared_memory import directory_of, remove_states
 
 
 RESULTS = Path(__file__).parent / "results"

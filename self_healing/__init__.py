@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from .replaying.incidents import ReplayError as ReplayError
     from .report.healing_report import HealingReport as HealingReport
     from .rollback.ring import SnapshotRing as SnapshotRing
+    from .rollback.rollback import Target as Target
     from .rollback.snapshots import Snapshot as Snapshot
-    from .run.dispatch import HealingContext as HealingContext
-    from .run.went_back import Target as Target
+    from .run.healer import HealingContext as HealingContext
     from .tools.replay import ReplayReport as ReplayReport
     from .tools.replay import replay as replay
     from .trainer import SelfHealingTrainer as SelfHealingTrainer
@@ -54,7 +54,7 @@ _MODULE_OF = {
     "Finding": "inspection.findings",
     "HealingActions": "actions",
     "HealingConfig": "config.healing_config",
-    "HealingContext": "run.dispatch",
+    "HealingContext": "run.healer",
     "HealingReport": "report.healing_report",
     "Incident": "journal.incident",
     "Inspection": "inspection.findings",
@@ -66,7 +66,7 @@ _MODULE_OF = {
     "Snapshot": "rollback.snapshots",
     "SnapshotRing": "rollback.ring",
     "StepSignals": "hf.objective",
-    "Target": "run.went_back",
+    "Target": "rollback.rollback",
     "UnrecoverableTrainingError": "failures.recipes",
     "ZClip": "healers.numerics.clipping",
     "check_data_quality": "healers.inspection",

@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from .failures.recipes import Action
 from .healers.assembly import Run
-from .run.dispatch import HealingContext
+from .run.healer import HealingContext
 
 
 class HasRun(Protocol):

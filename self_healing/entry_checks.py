@@ -10,9 +10,9 @@ from typing import Any
 
 from .checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint, refuse_unwritable
 from .failures.recipes import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
-from .healers.assembly import new_run_id
 from .hf.adapter import Instrument
 from .ranks import votes
+from .run.record import new_run_id
 from .run.run import RunContext
 from .system import processes
 

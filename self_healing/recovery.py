@@ -26,8 +26,7 @@ from .hf.dataloader import end_workers_that_failed
 from .hf.deepspeed import can_be_entered_again
 from .journal.incident import Incident
 from .restarts.lost_device import leave_lost_device, write_down_lost_device
-from .run.claims import Claim, claim_by_recipe
-from .run.dispatch import HealingContext
+from .run.healer import Claim, HealingContext, claim_by_recipe
 from .system import processes
 
 

@@ -27,7 +27,7 @@ from conftest import VOTES, build_tokenizer, every_fault, sft_trainer
 from two_sharded_processes import sharded_on_the_cpu, whole
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.restarts import progress_mark
+from self_healing.run import record
 from self_healing.tools.chaos.callback import Chaos
 
 
@@ -51,8 +51,8 @@ GRACE_SECONDS = 30.0
 def train(directory: Path, rank: int, options: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     # Every step is marked, also where a disk is slow: how far a killed process had come is in the journal.
-    assert progress_mark._SHARE
-    progress_mark._SHARE = math.inf
+    assert record._SHARE
+    record._SHARE = math.inf
     arguments = options.get("arguments", {})
     trainer = sft_trainer(
         directory / "run",

@@ -38,8 +38,7 @@ from transformers import (
 from self_healing import FAILURE_RECIPES, Action, FailureType, Incident
 from self_healing.journal.journal import Journal
 from self_healing.journal.terminal import Terminal
-from self_healing.run.incidents import OpenIncident
-from self_healing.run.outcomes import Outcomes
+from self_healing.run.incidents import OpenIncident, Outcomes
 from self_healing.system.files import CHECKPOINT_FILES, GITIGNORE, REPORT_FILES, RUN_FILES
 from self_healing.tools.chaos.faults import KINDS
 

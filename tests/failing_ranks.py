@@ -32,7 +32,7 @@ from self_healing.hf.state import local
 from self_healing.hf.step import StepRecord
 from self_healing.numerics.observer import StepObserver
 from self_healing.ranks import votes as consensus
-from self_healing.rollback import in_place, kept_batches
+from self_healing.rollback import ring
 from self_healing.rollback.ring import SnapshotRing
 from self_healing.rollback.trusted import TrustedStates
 
@@ -179,7 +179,7 @@ def snapshot_without_memory(directory: Path, rank: int) -> dict[str, Any]:
 def batches_too_large(directory: Path, rank: int) -> dict[str, Any]:
     """Rows are longer than what is kept to be computed again."""
     trainer, healing = build(directory, Corrupting(rank))
-    with mock.patch.multiple(kept_batches, _LARGEST_TAPE=0 if rank == 1 else 2**28):
+    with mock.patch.multiple(ring, _LARGEST_TAPE=0 if rank == 1 else 2**28):
         trainer.train()
     return result_of(trainer, healing)
 
@@ -229,8 +229,8 @@ def checkpoint_elsewhere(directory: Path, rank: int) -> dict[str, Any]:
         def is_dir(self, **kwargs: Any) -> bool:
             return rank == 0 and super().is_dir(**kwargs)
 
-    patched = mock.patch.object(in_place, "Path", Elsewhere, create=True)
-    reloaded = mock.patch.object(in_place, "reload_checkpoint", lambda _, path: loaded.append(path))
+    patched = mock.patch.object(ring, "Path", Elsewhere, create=True)
+    reloaded = mock.patch.object(ring, "reload_checkpoint", lambda _, path: loaded.append(path))
     ended = ""
     with patched, reloaded:
         try:

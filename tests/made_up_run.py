@@ -18,12 +18,10 @@ from self_healing.hf.hooks import Failsafe, Hooks
 from self_healing.hf.objective import StepSignals
 from self_healing.hf.patching import Replacements
 from self_healing.journal.journal import Journal
-from self_healing.run.budget import RecoveryBudget
-from self_healing.run.dispatch import HealingContext
-from self_healing.run.news import News
-from self_healing.run.outcomes import Outcomes
-from self_healing.run.run import Attachment, RunContext, StopRequest
-from self_healing.run.went_back import WentBack
+from self_healing.rollback.rollback import WentBack
+from self_healing.run.healer import HealingContext
+from self_healing.run.incidents import Outcomes
+from self_healing.run.run import Attachment, News, RecoveryBudget, RunContext, StopRequest
 
 
 class MadeUpWindow:

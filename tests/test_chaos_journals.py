@@ -22,7 +22,7 @@ import torch
 from conftest import build_tokenizer, every_fault, sft_trainer
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.restarts import progress_mark
+from self_healing.run import record
 from self_healing.tools.chaos.callback import Chaos
 from self_healing.tools.chaos.faults import KINDS, Ledger, parse_fault
 
@@ -52,8 +52,8 @@ CONFIG = {
 def train(directory: Path, seed: int) -> None:
     torch.set_num_threads(1)
     # Every step is marked, also where a disk is slow: how far a killed process had come is in the journal.
-    assert progress_mark._SHARE
-    progress_mark._SHARE = math.inf
+    assert record._SHARE
+    record._SHARE = math.inf
     trainer = sft_trainer(
         directory / "run",
         build_tokenizer(),

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from self_healing import FailureType, HealingConfig, shared_memory
+from self_healing import FailureType, HealingConfig
 from self_healing.journal.journal import Journal
+from self_healing.rollback import shared_memory
 from self_healing.tools.chaos.rehearsal import Survival
 from self_healing.tools.cli import app
 from self_healing.tools.demo import show
@@ -354,7 +355,9 @@ def test_clean_frees_what_a_killed_run_has_left(left_behind: Path) -> None:
 
 def test_clean_leaves_a_run_alone_that_still_trains(left_behind: Path) -> None:
     place = shared_memory.directory_of(left_behind) / "run-rank0-of-1"
-    holds = "import sys, pathlib; from self_healing.shared_memory import hold; hold(pathlib.Path(sys.argv[1]))"
+    holds = (
+        "import sys, pathlib; from self_healing.rollback.shared_memory import hold; hold(pathlib.Path(sys.argv[1]))"
+    )
     command = [sys.executable, "-c", f"{holds}; print(flush=True); input()", str(place)]
     trains = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with trains:

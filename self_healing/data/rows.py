@@ -12,7 +12,7 @@ from ..failures.recipes import Action
 from ..hf.batches import content_hash, row_text
 from ..hf.dataloader import RowSource
 from ..hf.step import Window
-from ..run.dispatch import CarryOut, HealingContext
+from ..run.healer import CarryOut, HealingContext
 from .quarantine import Quarantine, QuarantinedRow
 
 

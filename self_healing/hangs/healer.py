@@ -12,8 +12,7 @@ from ..healers.hangs.healer import JointExit
 from ..healers.hangs.watchdog import Watchdog
 from ..hf.adapter import Instrument
 from ..ranks.messages import Failure, Position, failure_of
-from ..run.claims import Claim
-from ..run.healer import Healer
+from ..run.healer import Claim, Healer
 from ..run.run import RunContext
 from ..system.processes import EXIT_FOR_RESTART
 

@@ -1,11 +1,10 @@
-"""Puts the parts of a run together: the one place that knows all of them, and their order."""
+"""Builds a Run; healer order."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -30,11 +29,10 @@ from ..restarts.departure import Departure
 from ..restarts.remedies import LastResorts
 from ..rollback.last_step import LastStep
 from ..rollback.rollback import Rollback
-from ..run.budget import RecoveryBudget
-from ..run.dispatch import Remedies
-from ..run.news import News
-from ..run.outcomes import Outcomes
-from ..run.run import RunContext
+from ..run.healer import Remedies
+from ..run.incidents import Outcomes
+from ..run.record import new_run_id
+from ..run.run import News, RecoveryBudget, RunContext
 from ..system.files import take_over_whole
 from .numerics.remedies import NumericsRemedies
 from .numerics.state import NumericsState
@@ -45,6 +43,7 @@ from .saves import SaveHealer
 
 
 logger = logging.getLogger("self_healing")
+
 
 HOST = torch.device("cpu")
 
@@ -222,8 +221,3 @@ def assemble(
         context.remedies.offer(remedies.table())
     saves = SaveHealer(context, lambda: rollback.checkpoints.give_way())
     return Run(context, numerics, rollback, memory, quarantine, attempts, departure, ending, saves, hangs, last_step)
-
-
-def new_run_id() -> str:
-    """Makes a name for a run that begins; on several ranks one of them does."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"

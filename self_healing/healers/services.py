@@ -14,8 +14,7 @@ from ..failures.recipes import Action, FailureType, NonFiniteReward, text_of
 from ..failures.retry import Retry, RetryPolicy, may_pass
 from ..hf.services import ServiceGuard
 from ..journal.incident import Incident
-from ..run.claims import Claim, claim_for
-from ..run.healer import Healer
+from ..run.healer import Claim, Healer, claim_for
 from ..run.run import RunContext
 
 

@@ -9,7 +9,7 @@ from ..checkpoints.choice import mark_suspect, older_checkpoints
 from ..failures.recipes import Action, DamagedCheckpointError, FailureType
 from ..hf.step import Window
 from ..ranks import votes
-from ..run.dispatch import HealingContext
+from ..run.healer import HealingContext
 from ..system import processes
 from .healer import NumericsHealer
 from .resume_trial import try_older_checkpoints

@@ -9,8 +9,8 @@ from typing import Any
 from ..config.healing_config import HealingConfig
 from ..failures.recipes import FAILURE_RECIPES, Action, FailureType
 from ..healers.numerics.ladder import Decision
-from ..run.budget import RecoveryBudget
-from ..run.went_back import Target
+from ..rollback.rollback import Target
+from ..run.run import RecoveryBudget
 
 
 # Where a run goes back to when the same failure comes again and again, if its learning rate is not to blame.

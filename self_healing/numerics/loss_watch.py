@@ -14,7 +14,7 @@ from ..failures.recipes import FailureType, Symptom
 from ..healers.numerics.detectors.panel import DetectorPanel
 from ..journal.incident import Incident
 from ..journal.journal import Journal
-from ..run.outcomes import Outcomes
+from ..run.incidents import Outcomes
 
 
 logger = logging.getLogger("self_healing")

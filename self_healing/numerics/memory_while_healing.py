@@ -11,7 +11,7 @@ from ..failures.recipes import Action, Cause, FailureType, TrainingFault, Unreco
 from ..hf.memory import free_memory, is_out_of_memory, let_go, memory_figures
 from ..hf.step import Window
 from ..journal.incident import Incident
-from ..run.dispatch import HealingContext
+from ..run.healer import HealingContext
 from ..system import processes
 from .healer import NumericsHealer
 

@@ -11,9 +11,8 @@ from ..healers.numerics.healer import RollbackClimb
 from ..healers.numerics.state import NumericsState
 from ..hf.step import Window
 from ..rollback.rollback import Rollback
-from ..run.diagnosis import Diagnosis
-from ..run.dispatch import HealingContext
-from ..run.incidents import OpenIncident
+from ..run.healer import HealingContext
+from ..run.incidents import Diagnosis, OpenIncident
 from ..run.run import RunContext
 from .damaged_checkpoint import DamagedCheckpointHealer
 from .healer import NumericsHealer

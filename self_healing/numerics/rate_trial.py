@@ -13,7 +13,7 @@ from ..hf.experiments import EarlierSteps
 from ..hf.memory import let_go
 from ..hf.step import Control, Window
 from ..rollback.snapshots import Snapshot
-from ..rollback.trials import StateTrials
+from ..rollback.trusted import StateTrials
 
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from ..hf.step import Window
 from ..journal.incident import Incident
 from ..ranks import votes
 from ..rollback.rollback import Rollback
-from ..run.dispatch import HealingContext
+from ..run.healer import HealingContext
 from ..run.run import RunContext
 from .healer import NumericsHealer
 

@@ -13,7 +13,7 @@ from ..failures.recipes import TrainingFault
 from ..hf.experiments import EarlierSteps
 from ..hf.objective import StepSignals
 from ..hf.step import Window
-from ..rollback.trials import StateTrials
+from ..rollback.trusted import StateTrials
 
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from ..healers.numerics.state import NumericsState
 from ..hf.objective import StepSignals
 from ..hf.step import Window
 from ..rollback.rollback import Rollback
-from ..run.dispatch import HealingContext
+from ..run.healer import HealingContext
 from ..run.incidents import OpenIncident
 from ..run.run import RunContext
 from .healer import NumericsHealer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..failures.recipes import Action, FailureType
 from ..healers.numerics.state import NumericsState
 from ..rollback.rollback import Rollback
-from ..run.dispatch import HealingContext
+from ..run.healer import HealingContext
 from ..run.run import RunContext
 from .damaged_checkpoint import DamagedCheckpointHealer
 from .healer import NumericsHealer

@@ -9,10 +9,9 @@ from typing import Any
 from ..healers.restarts.shared_memory import remove_other_states
 from ..hf.trainer_state import loads_more
 from ..rollback.rollback import Rollback
-from ..rollback.shared_states import SharedStates, remove_rank
+from ..rollback.shared_memory import ROOT, SharedStates, remove_rank
 from ..run.record import Ending
 from ..run.run import RunContext
-from ..shared_memory import ROOT
 from ..system.processes import restarts_on_exit
 from .attempts import Attempts
 

@@ -16,10 +16,9 @@ from ..healers.restarts.emergency import save_emergency_checkpoint
 from ..healers.restarts.ending import RunEnding
 from ..hf.adapter import Instrument
 from ..rollback.last_step import LastStep
-from ..rollback.rollback import Rollback
-from ..run.dispatch import CarryOut, HealingContext
+from ..rollback.rollback import Rollback, Target
+from ..run.healer import CarryOut, HealingContext
 from ..run.run import RunContext
-from ..run.went_back import Target
 from ..system import processes
 from .attempts import Attempts
 

@@ -18,7 +18,7 @@ from ..hf.state import LiveState
 from ..hf.trainer_state import ResumeRecord
 from ..journal.journal import Journal
 from ..ranks import votes
-from .copied_state import size_of
+from .host_memory import size_of
 from .rollback import Rollback
 from .shared_memory import AtTheEnd
 from .snapshots import Snapshot

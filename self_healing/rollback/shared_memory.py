@@ -1,21 +1,26 @@
-"""
-The file that makes a state in shared memory one that another process can go on from.
-
-Its tensors lie in blocks, files of their own. This one comes last, and in one move: it says in its first line whose
-state it is, how large the blocks are and what the checksum of the rest is, and then what lies where in them, and what
-belongs to the state beside tensors. As long as it is there, its blocks are not written to.
-"""
+"""Snapshots in shared memory, which outlive the process that wrote them."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import io
 import json
+import logging
 import mmap
 import os
 import pickle
+import shutil
+import socket
+import stat
+import time
+import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +31,129 @@ from ..hf.replicas import sum_of_all
 from ..hf.state import LiveState, local
 from ..hf.trainer_state import ResumeRecord
 from ..system import processes
-from .copied_state import Place, TensorCopy, leaves
-from .host_memory import HostBlock
+from .host_memory import DeviceCopies, HostBlock, Place, TensorCopy, leaves
 from .snapshots import Snapshot
+
+
+logger = logging.getLogger("self_healing")
+
+
+# ---- shared memory ----
+
+
+with contextlib.suppress(ImportError):
+    # On Windows there is neither this nor /dev/shm.
+    import fcntl
+
+
+# In memory, until the machine is started again or they are removed.
+ROOT = Path("/dev/shm")
+_LOCK = "in-use"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def directory_of(output_dir: str | os.PathLike[str]) -> Path:
+    """Names the directory in shared memory of the runs that train into an `output_dir`."""
+    key = hashlib.sha256(os.path.realpath(output_dir).encode()).hexdigest()[:16]
+    return ROOT / f"self-healing-{_user()}-{key}"
+
+
+def make_directory(path: Path) -> None:
+    """Makes a directory in shared memory that only this user can look into."""
+    for each in (path.parent, path):
+        if each != ROOT:
+            each.mkdir(mode=0o700, exist_ok=True)
+            if not is_own(each):
+                raise PermissionError(f"{each} is not a directory of this user's alone")
+
+
+def is_own(path: Path) -> bool:
+    """Whether a directory is there, and only this user can read what is in it, and write to it."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == _user() and not found.st_mode & 0o077
+
+
+def free_shared_memory() -> int:
+    """Reads how many bytes may still be put there, by all processes of the machine or container."""
+    try:
+        found = os.statvfs(ROOT)
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize
+
+
+def hold(directory: Path) -> int:
+    """
+    Marks a directory as in use until this process ends, by a lock: ids of processes are given out again, and those of
+    a container that shares this memory say nothing here.
+    """
+    descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        # Of this process alone, and not of those that it forks, which may outlive it.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def holder_of(directory: Path) -> int | None:
+    """Gives the id of the other process that uses a directory, as that one counts (0 if not known), if any does."""
+    try:
+        descriptor = os.open(directory / _LOCK, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return int(os.pread(descriptor, 20, 0) or 0)
+    else:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def processes_using(output_dir: str | os.PathLike[str]) -> list[int]:
+    """Lists other processes that keep states of runs of an `output_dir` there: their ids, in order."""
+    holders = (holder_of(each) for each in directory_of(output_dir).glob("*"))
+    return sorted({each for each in holders if each is not None})
+
+
+def bytes_in(path: Path) -> int:
+    """Adds up what the files below a directory take."""
+    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def remove_states(output_dir: str | os.PathLike[str]) -> int:
+    """Removes all that the runs of an `output_dir` have left in shared memory."""
+    directory = directory_of(output_dir)
+    if not is_own(directory):
+        return 0
+    freed = bytes_in(directory)
+    shutil.rmtree(directory, ignore_errors=True)
+    return freed
+
+
+@lru_cache(maxsize=1)
+def this_boot() -> str:
+    """Names this machine, as it was started the last time."""
+    try:
+        boot = _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def _user() -> int:
+    return os.getuid() if hasattr(os, "getuid") else 0
+
+
+# ---- stored state: the file that makes a state in shared memory one that another process can go on from ----
 
 
 SUFFIX = ".state"
@@ -354,3 +479,165 @@ def _layouts_of(live: LiveState) -> list[Layout]:
 def _told(layout: Layout) -> str:
     shape, split = layout
     return f"of {shape}" if split is None else f"of {shape}, split by {split[0]} over the ranks {split[1]}"
+
+
+# ---- shared states: snapshots of a run that outlive its process, in files of shared memory ----
+
+
+# Of the free memory: others need some, too.
+_SHARE = 0.9
+# As many as the ring holds beside the state a run began with: two that are trusted, and one that is not yet.
+_STATES = 3
+_TAKEN_ON_THE_WAY = AtTheEnd()
+
+
+class SharedStates:
+    """Lets the snapshots of one rank outlive its process."""
+
+    def __init__(self, output_dir: str, run: str, rank: int, world_size: int) -> None:
+        self.directory = rank_directory(output_dir, run, rank, world_size)
+        self._local_ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+        self._writer = StateWriter(StateFacts(run, rank, world_size, this_boot(), -1))
+        # `None` until it is known whether there is room.
+        self._open: bool | None = None
+        self._numbers = count(1)
+        self._blocks: list[tuple[Path, weakref.ref[HostBlock]]] = []
+        self._pending: tuple[Snapshot, StateToStore] | None = None
+        self._stored: dict[int, Path] = {}
+        self._kept = False
+
+    @property
+    def active(self) -> bool:
+        """Whether snapshots are taken in shared memory."""
+        return bool(self._open)
+
+    # ---- host memory ----
+
+    def open(self, size: Callable[[], int]) -> None:
+        """Decides, when the first state is to be taken, whether there is room for all that will be held."""
+        if self._open is not None:
+            return
+        needed, free = _STATES * size() * self._local_ranks, free_shared_memory()
+        if needed > _SHARE * free:
+            self._open = False
+            logger.info(
+                "Snapshots do not outlive this process: %.2f GB would be needed in /dev/shm, and %.2f GB are free "
+                "there (in a container: --shm-size). A restart goes on from the newest checkpoint on disk.",
+                needed / 1e9,
+                free / 1e9,
+            )
+            return
+        try:
+            make_directory(self.directory)
+            weakref.finalize(self, os.close, hold(self.directory))
+        except OSError as error:
+            self._give_up(error)
+        else:
+            self._open = True
+
+    def new_block(self, nbytes: int, copies: DeviceCopies | None) -> HostBlock:
+        """Takes host memory, in shared memory if there is room."""
+        if not self._open:
+            return HostBlock(nbytes, copies)
+        # Unique among those of all processes that have trained there.
+        file = self.directory / f"{os.getpid()}-{next(self._numbers)}.block"
+        try:
+            block = HostBlock(nbytes, copies, file)
+        except OSError as error:
+            self._give_up(error)
+            return HostBlock(nbytes, copies)
+        self._blocks.append((file, weakref.ref(block)))
+        return block
+
+    def holds(self, snapshot: Snapshot) -> bool:
+        """Whether the memory of a snapshot lies there."""
+        return all(place.block is None or place.block.file is not None for place in snapshot.pool.values())
+
+    # ---- states ----
+
+    def prepare(
+        self,
+        snapshot: Snapshot,
+        live: LiveState,
+        record: Callable[[], ResumeRecord],
+        left: AtTheEnd = _TAKEN_ON_THE_WAY,
+    ) -> None:
+        """Writes down what belongs to a snapshot, whose copy may still be under way."""
+        self._pending, began = None, time.perf_counter()
+        if not self._open:
+            return
+        try:
+            self._pending = snapshot, self._writer.prepare(snapshot, live, record(), left)
+            if not snapshot.under_way:
+                self.store()
+        except Exception as error:
+            self._give_up(error)
+        snapshot.writing_seconds = time.perf_counter() - began
+
+    def store(self) -> None:
+        """Stores the state that was prepared; called once its copy is complete, or nearly."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        snapshot, state = pending
+        try:
+            if not snapshot.torn and not snapshot.nonfinite():
+                path = self.directory / f"{os.getpid()}-{next(self._numbers)}{SUFFIX}"
+                state.write(path)
+                self._stored[id(snapshot)] = path
+        except Exception as error:
+            self._give_up(error)
+        self._remove_unused_blocks()
+
+    def has(self, snapshot: Snapshot) -> bool:
+        """Whether a snapshot is stored."""
+        return id(snapshot) in self._stored
+
+    def revoke(self, snapshot: Snapshot) -> None:
+        """Takes back that a snapshot is one to go on from, before its memory is used again."""
+        if self._pending is not None and self._pending[0] is snapshot:
+            self._pending = None
+        path = self._stored.pop(id(snapshot), None)
+        if path is not None and not self._kept:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    # ---- the end ----
+
+    def keep(self) -> None:
+        """From here on what is there stays, for the process that goes on with the run."""
+        self._kept = True
+
+    def close(self) -> None:
+        """Nothing is stored any more: nobody goes on from it."""
+        self._pending, self._stored, self._open = None, {}, False
+
+    def _remove_unused_blocks(self) -> None:
+        """Removes the files of blocks that were let go of."""
+        for entry in [entry for entry in self._blocks if entry[1]() is None]:
+            self._blocks.remove(entry)
+            if not self._kept:
+                with suppress(OSError):
+                    entry[0].unlink(missing_ok=True)
+
+    def _give_up(self, error: Exception) -> None:
+        if isinstance(error, NotStorable | OSError):
+            logger.info("Snapshots do not outlive this process (%s); a restart goes on from disk.", error)
+        else:
+            logger.warning("self_healing cannot let snapshots outlive this process.", exc_info=error)
+        self._open = False
+
+
+def rank_directory(output_dir: str, run: str, rank: int, world_size: int) -> Path:
+    """Names the directory of one rank of a run in shared memory."""
+    return directory_of(output_dir) / f"{run}-rank{rank}-of-{world_size}"
+
+
+def remove_rank(output_dir: str, run: str, rank: int, world_size: int) -> None:
+    """Removes what one rank of a run has in shared memory."""
+    directory = rank_directory(output_dir, run, rank, world_size)
+    if is_own(directory):
+        shutil.rmtree(directory, ignore_errors=True)
+    with suppress(OSError):
+        # Of the last rank.
+        directory.parent.rmdir()

@@ -1,15 +1,28 @@
-"""`Healer`: one part of what heals a `train()` call; and `Healers`, all of them in their order."""
+"""What a healer is asked, how it claims an exception, and how its actions are carried out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import TrainingArguments
+
+from ..failures.classify import classify_exception
+from ..failures.recipes import FAILURE_RECIPES, IN_PLACE, Action, FailureType
+from ..hf.adapter import Instrument
+from ..hf.batches import CallShape
 from ..hf.engine import StepPasses
 from ..hf.hooks import Hooks
-from ..hf.memory import OutOfMemory
+from ..hf.memory import BatchPlan, OutOfMemory
 from ..hf.step import Window
-from .claims import Claim
+from ..journal.incident import Incident
+from ..journal.journal import Journal
+from ..rollback.rollback import Target, WentBack
+from .incidents import Diagnosis
+
+
+# ---- healer: one part of what heals a `train()` call; and `Healers`, all of them in their order ----
 
 
 class Healer(Hooks):
@@ -172,3 +185,165 @@ class Healers(Hooks):
     def ends_the_job(self, error: BaseException) -> None:
         for each in self._with["ends_the_job"]:
             each.ends_the_job(error)
+
+
+# ---- claims: the incident that an exception which left `train()` belongs to, and its remedy ----
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An exception that left `train()`, with the incident it belongs to and what cures it."""
+
+    incident: Incident
+    remedy: Action
+    wait: bool = False
+    batch: BatchPlan | None = None
+
+
+def claim_by_recipe(incident: Incident, failure: FailureType) -> Claim:
+    """Claims an exception for the remedy outside of `train()` that its recipe names; `STOP` if it names none."""
+    remedy = FAILURE_RECIPES[failure].reentry or Action.STOP
+    return Claim(incident, remedy, wait=remedy is Action.WAIT_AND_RESUME)
+
+
+def claim_for(incident: Incident | None, error: BaseException) -> Claim | None:
+    """Claims an exception for an incident that waits for one; `None` without one."""
+    return None if incident is None else claim_by_recipe(incident, classify_exception(error))
+
+
+# ---- dispatch ----
+
+
+@dataclass(slots=True)
+class HealingContext:
+    """
+    What an action needs to know.
+
+    Args:
+        incident ([`Incident`]):
+            The incident it belongs to.
+        instrument ([`Instrument`], *optional*):
+            Of the trainer, for what is done while it is attached.
+        window ([`Window`], *optional*):
+            The step, for what is healed inside it.
+        diagnosis ([`Diagnosis`], *optional*):
+            Its diagnosis.
+        error (`BaseException`, *optional*):
+            The exception, for what left `train()`.
+        verdict (`str`, *optional*):
+            Why the run ends, for `STOP`.
+        clip_to (`float`, *optional*):
+            Usual norm of the gradient, for `CLIP_GRADIENT`.
+        target ([`Target`], *optional*, defaults to `Target.NEWEST`):
+            Which state to go back to, for `ROLL_BACK`.
+        unlike_from (`int`, *optional*):
+            The first step that may have been computed with weights that were not the same on all ranks, for
+            `REPLAY_STEPS`.
+        rate_scale (`float`, *optional*):
+            Factor on the schedule's learning rate that an experiment has found, for `REDUCE_LEARNING_RATE`.
+        blamed_step (`int`, *optional*):
+            The step whose learning rate did the damage, if not the one that is judged, for `REDUCE_LEARNING_RATE`.
+        shape ([`CallShape`], *optional*):
+            Size of the model call that did not fit, for `SPLIT_BATCH`.
+        batch ([`BatchPlan`], *optional*):
+            Sizes to go on with, for `REDUCE_BATCH_SIZE`.
+        resume_from (`str`, *optional*):
+            For `STOP`: the checkpoint to go on from, if it is not the newest of the run.
+        went_back ([`WentBack`], *optional*):
+            Set by `ROLL_BACK`: what it did.
+        attempted (`list[Action]`):
+            Set by [`Remedies.apply`]: what has been tried so far.
+    """
+
+    incident: Incident
+    instrument: Instrument | None = None
+    window: Window | None = None
+    diagnosis: Diagnosis | None = None
+    error: BaseException | None = None
+    verdict: str = ""
+    clip_to: float | None = None
+    target: Target = Target.NEWEST
+    unlike_from: int | None = None
+    rate_scale: float | None = None
+    blamed_step: int | None = None
+    shape: CallShape | None = None
+    batch: BatchPlan | None = None
+    resume_from: str | None = None
+    went_back: WentBack | None = None
+    attempted: list[Action] = field(default_factory=list)
+
+    @property
+    def running(self) -> Instrument:
+        """
+        The instrument, for actions that need a running trainer.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if self.instrument is None:
+            raise ValueError("this action works on a running trainer and needs `context.instrument`")
+        return self.instrument
+
+    @property
+    def step_in_hand(self) -> Window:
+        """
+        The window, for actions that heal inside a step.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if self.window is None:
+            raise ValueError("this action heals inside a step and needs `context.window`")
+        return self.window
+
+
+CarryOut = Callable[[HealingContext, TrainingArguments], dict[str, Any]]
+
+
+class Remedies:
+    """Carries out actions."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._carry_out: dict[Action, CarryOut] = {}
+
+    def offer(self, remedies: Mapping[Action, CarryOut]) -> None:
+        """Adds actions that can be carried out."""
+        self._carry_out.update(remedies)
+
+    @property
+    def offered(self) -> frozenset[Action]:
+        """The actions that can be carried out."""
+        return frozenset(self._carry_out)
+
+    def apply(
+        self,
+        actions: Iterable[Action | str] | Action | str,
+        context: HealingContext,
+        training_args: TrainingArguments,
+    ) -> dict[str, Any]:
+        """Carries out actions in order and journals each."""
+        results: dict[str, Any] = {}
+        actions = [actions] if isinstance(actions, str) else actions
+        for action in [_known(action) for action in actions]:
+            context.attempted.append(action)
+            result = self._carry_out[action](context, training_args)
+            # Where a remedy turned into the next rung of its ladder, that is what was done.
+            done = Action.SKIP_STEP if result.get("skipped") else action
+            happened = result.pop("happened", True)
+            self._journal.acted(context.incident, done.value, happened=happened, **result)
+            results.update(result)
+        return results
+
+
+def _known(action: Action | str) -> Action:
+    known = ", ".join(member.value for member in Action if member not in IN_PLACE)
+    try:
+        found = Action(action)
+    except ValueError:
+        raise ValueError(f"unknown action {action!r}; the actions are: {known}") from None
+    if found in IN_PLACE:
+        raise ValueError(
+            f"{found.value} is done where its failure is noticed and cannot be asked for; the actions are: {known}"
+        )
+    return found

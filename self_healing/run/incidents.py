@@ -1,17 +1,22 @@
-"""`OpenIncident`: one incident while it is dealt with, timed, and told of in the end."""
+"""Incidents from their opening to their outcome, with the diagnosis in between."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 from ..failures.classify import classify_exception
-from ..failures.recipes import Action, DamagedCheckpointError, FailureType
-from ..journal.incident import Incident
+from ..failures.recipes import Action, Cause, DamagedCheckpointError, FailureType
+from ..journal.incident import HEALED, Incident
 from ..journal.journal import Journal
-from .outcomes import Outcomes
+from ..system.files import jsonable
+
+
+# ---- incidents: one incident while it is dealt with, timed, and told of in the end ----
 
 
 # Where the process ends, the next one takes up what is open.
@@ -95,3 +100,207 @@ class OpenIncident:
             now = time.perf_counter()
             self.incident.seconds_lost += now - self._since
             self._since = now
+
+
+# ---- outcomes: judges what became of incidents by the healthy steps that follow them ----
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """An incident whose outcome is not known yet."""
+
+    incident: Incident
+    trend: tuple[float, float] | None
+    after: list[float] = field(default_factory=list)
+
+    @property
+    def typical(self) -> float | None:
+        """Median of the losses since."""
+        return sorted(self.after)[len(self.after) // 2] if self.after else None
+
+
+class Outcomes:
+    """Waits for what becomes of incidents that were dealt with, and closes them in the journal."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        steps: int,
+        trend: Callable[[], tuple[float, float] | None],
+        early_limit: Callable[[], float],
+    ) -> None:
+        self._journal = journal
+        self._steps = steps
+        self._trend = trend
+        self._early_limit = early_limit
+        self._awaited: list[_Awaited] = []
+        # After these the run went back, and it is not known yet whether that helped.
+        self._went_back_for: set[str] = set()
+
+    @property
+    def rollback_in_doubt(self) -> bool:
+        """Whether the run went back lately and it is not known yet whether that helped: nothing new is trusted."""
+        return bool(self._went_back_for)
+
+    def wait_for(self, incident: Incident) -> None:
+        """Judges an incident by the healthy steps that follow it; steps that are done again do not follow it yet."""
+        # One that was waited for already has cost more meanwhile.
+        self._stop_waiting_for(incident)
+        for earlier in self._awaited:
+            if _came_back(earlier.incident, incident):
+                earlier.after.clear()
+        self._awaited.append(_Awaited(incident, self._trend()))
+        self._note_rollback(incident)
+
+    def take_in(self, loss: float, step: int) -> None:
+        """Takes in a healthy step, and closes the incidents that enough of them have followed."""
+        for awaited in list(self._awaited):
+            if step < awaited.incident.step and (awaited.incident.steps_repeated or may_be_repeated(awaited.incident)):
+                continue
+            awaited.after.append(loss)
+            if len(awaited.after) >= self._steps:
+                self._awaited.remove(awaited)
+                self._close(awaited)
+
+    def went_back(self, incident: Incident) -> None:
+        """Closes earlier incidents that the run went back for as not cured: it went back again."""
+        for awaited in list(self._awaited):
+            if Action.ROLL_BACK in awaited.incident.actions and awaited.incident is not incident:
+                # It has come back before it could be told whether it was gone.
+                self._awaited.remove(awaited)
+                self._went_back_for.discard(awaited.incident.id)
+                self._journal.closed(awaited.incident, "unresolved", relapse=incident.id)
+
+    def nothing_lost_since(self, step: int) -> None:
+        """Takes in that steps from here on which were left out have been applied after all."""
+        for awaited in self._awaited:
+            if awaited.incident.step >= step:
+                awaited.incident.steps_lost = 0
+
+    def trust_again(self) -> None:
+        """Forgets that earlier rollbacks are in doubt: the run begins from another state."""
+        self._went_back_for.clear()
+
+    def close(self, unfollowed: str | None = None) -> None:
+        """Judges what is still open by the steps there were, at the end of the run or of this process's part in it."""
+        for awaited in self._awaited:
+            incident, goes_on = awaited.incident, may_be_repeated(awaited.incident)
+            again = unfollowed is None and sum(_came_back(incident, each.incident) for each in self._awaited) > 1
+            if awaited.after or not (again or goes_on):
+                self._close(awaited)
+            elif unfollowed is not None or not goes_on:
+                self._journal.closed(incident, unfollowed or "unresolved", loss_after=None, trend=None)
+        self._awaited.clear()
+
+    def ends_with(self, incident: Incident) -> None:
+        """The run ends with an incident: those before it that it has not come beyond since were not healed either."""
+        self._stop_waiting_for(incident)
+        self._went_back_for.discard(incident.id)
+        behind = [each for each in self._awaited if incident.step <= each.incident.step]
+        not_passed = [each.incident for each in behind if not each.after or _came_back(each.incident, incident)]
+        in_vain = [each for each in self._journal.incidents if each.outcome in HEALED and each.is_like(incident)]
+        for earlier in not_passed + in_vain:
+            self._stop_waiting_for(earlier)
+            self._journal.closed(earlier, "unresolved", relapse=incident.id)
+
+    @property
+    def resolved_at_the_end(self) -> int:
+        """Incidents that are open, and resolved if the run ends now ([`close`])."""
+        counted = [awaited for awaited in self._awaited if not awaited.incident.of_a_process]
+        followed = [awaited for awaited in counted if awaited.after or not may_be_repeated(awaited.incident)]
+        return sum(self._judge(awaited) == "resolved" for awaited in followed) + len(counted) - len(followed)
+
+    def _stop_waiting_for(self, incident: Incident) -> None:
+        self._awaited = [awaited for awaited in self._awaited if awaited.incident is not incident]
+
+    def _note_rollback(self, incident: Incident) -> None:
+        if Action.ROLL_BACK in incident.actions:
+            self._went_back_for.add(incident.id)
+
+    def _close(self, awaited: _Awaited) -> None:
+        self._went_back_for.discard(awaited.incident.id)
+        trend = awaited.trend
+        self._journal.closed(
+            awaited.incident,
+            self._judge(awaited),
+            loss_after=awaited.typical,
+            trend=None if trend is None else {"median": trend[0], "scale": trend[1]},
+        )
+
+    def _judge(self, awaited: _Awaited) -> str:
+        """Judges an incident by the steps after it."""
+        incident, typical = awaited.incident, awaited.typical
+        if not incident.actions or Action.GO_ON_WITHOUT in incident.actions:
+            return "unresolved"
+        if typical is None:
+            # Nothing followed: the run ended with this step, or on a step that was skipped.
+            return "resolved" if incident.steps_lost + incident.steps_repeated == 0 else "unresolved"
+        if incident.actions == [Action.USE_REEXECUTED_STEP]:
+            # What was applied is what an undisturbed run applies: where the loss goes from there says nothing of it.
+            return "resolved"
+        if awaited.trend is None:
+            # Without a trend, the losses the run began with.
+            return "resolved" if typical <= self._early_limit() else "unresolved"
+        centre, scale = awaited.trend
+        # A floor of 5 % of the loss: after few or very even steps the scale says little.
+        return "resolved" if typical <= centre + 2 * max(scale, 0.05 * abs(centre), 1e-3) else "unresolved"
+
+    # ---- state in checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "totals": self._journal.totals({awaited.incident.id for awaited in self._awaited}),
+            "awaited": [
+                [jsonable(awaited.incident.to_dict()), awaited.trend, awaited.after] for awaited in self._awaited
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """
+        Takes in what a run that is resumed without its record knew: what its incidents come to, and those that are
+        still to be judged, as far as they can be read.
+        """
+        totals, entries = state.get("totals"), state.get("awaited")
+        if isinstance(totals, Mapping):
+            self._journal.earlier = {name: value for name, value in totals.items() if isinstance(value, int | float)}
+        for entry in entries if isinstance(entries, list) else ():
+            with contextlib.suppress(LookupError, TypeError, ValueError):
+                self._wait_again(*entry)
+
+    def _wait_again(self, entry: Mapping[str, Any], trend: Sequence[float] | None, after: Sequence[float]) -> None:
+        incident = Incident.from_dict(entry)
+        self._awaited.append(_Awaited(incident, None if trend is None else (trend[0], trend[1]), list(after)))
+        self._journal.incidents.append(incident)
+        self._note_rollback(incident)
+
+
+def _came_back(earlier: Incident, later: Incident) -> bool:
+    """Whether a failure has come back at the same place."""
+    return (earlier.step, earlier.failure) == (later.step, later.failure)
+
+
+def may_be_repeated(incident: Incident) -> bool:
+    """Whether the steps an incident has cost are those that went with a process, and that the next one does again."""
+    ends_a_process = incident.failure in (
+        FailureType.PROCESS_DIED,
+        FailureType.USER_CODE,
+        FailureType.DAMAGED_CHECKPOINT,
+    )
+    taken_up = Action.STOP in incident.actions and Action.RESUME in incident.actions
+    return ends_a_process or taken_up or Action.EXIT_FOR_RESTART in incident.actions
+
+
+# ---- diagnosis: the cause of a failure, as the experiments showed it ----
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The cause of a failure and the experiments that showed it."""
+
+    failure: FailureType
+    cause: Cause
+    evidence: dict[str, Any] = field(default_factory=dict)
+    poison: dict[int, list[int]] = field(default_factory=dict)
+    rows: int = 0
+    poison_rows: int = 0
+    everywhere: bool = False

@@ -1,4 +1,4 @@
-"""Keeps what outlives the processes of a run: `healing_run.json`, and a mark of the step it has come to."""
+"""healing_run.json: the record of a run over all its processes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 import logging
 import os
 import socket
+import struct
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -16,12 +18,20 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..journal.incident import Incident
-from ..restarts.progress_mark import PROGRESS_FILE, ProgressMark, read_mark
 from ..system.files import completed, jsonable, replace_file
 from ..system.processes import Process, machine
 
 
 logger = logging.getLogger("self_healing")
+
+
+def new_run_id() -> str:
+    """Makes a name for a run that begins; on several ranks one of them does."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+
+
+# ---- record ----
+
 
 RECORD_FILE = "healing_run.json"
 SCHEMA_VERSION = 1
@@ -293,3 +303,51 @@ class RunRecord:
             logger.warning(
                 "%s cannot be kept (%s): after a kill, the step it came to will not be known.", PROGRESS_FILE, error
             )
+
+
+# ---- progress mark: how far a process has come, on disk after each step, for whoever finds it killed ----
+
+
+PROGRESS_FILE = "healing_progress.bin"
+# Attempt (0 without a record) and optimizer steps finished, little endian.
+_MARK = struct.Struct("<qq")
+# Of the training time, that marking may take.
+_SHARE = 0.01
+
+
+class ProgressMark:
+    """Keeps the mark of one process."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file: int | None = os.open(directory / PROGRESS_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        self._next = 0.0
+        self._last_took = 0.0
+
+    def note_step(self, attempt: int, step: int) -> None:
+        """Marks the attempt, and the optimizer steps finished."""
+        now = time.perf_counter()
+        if self._file is None or now < self._next:
+            return
+        try:
+            os.pwrite(self._file, _MARK.pack(attempt, step), 0)
+        except OSError:
+            self.close()
+        took = time.perf_counter() - now
+        # A disk is slow twice in a row. One slow write is a machine that had something else to do.
+        self._next, self._last_took = now + min(took, self._last_took) / _SHARE, took
+
+    def close(self) -> None:
+        """Lets go of the file, which stays."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def read_mark(directory: Path) -> tuple[int, int] | None:
+    """Reads the attempt and the step that were marked last."""
+    try:
+        attempt, step = _MARK.unpack((directory / PROGRESS_FILE).read_bytes())
+    except (OSError, struct.error):
+        return None
+    return int(attempt), int(step)

@@ -15,10 +15,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ..restarts.progress_mark import PROGRESS_FILE, ProgressMark, read_mark
 from ..system.files import completed, replace_file
 from ..system.processes import Process, State, state_of
-from .record import Ending
+from .record import PROGRESS_FILE, Ending, ProgressMark, read_mark
 
 
 logger = logging.getLogger("self_healing")

@@ -231,7 +231,7 @@ def clean(
     run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run that has ended.", show_default=False)],
 ) -> None:
     """Free the shared memory (/dev/shm) that killed runs have left on this machine; nothing on disk is touched."""
-    from ..shared_memory import directory_of, processes_using, remove_states
+    from ..rollback.shared_memory import directory_of, processes_using, remove_states
 
     directory, using = directory_of(run_dir), processes_using(run_dir)
     if using:

@@ -18,8 +18,7 @@ from self_healing.data.quarantine import QUARANTINE_FILE
 from self_healing.hangs.exits import HANGS_FILE
 from self_healing.healers.oom.sizes import SIZES_FILE
 from self_healing.hf.saving import leave_out_of_uploads
-from self_healing.restarts.progress_mark import PROGRESS_FILE
-from self_healing.run.record import RECORD_FILE
+from self_healing.run.record import PROGRESS_FILE, RECORD_FILE
 from self_healing.system.files import (
     EMERGENCY_DIR,
     EVENTS_FILE,

@@ -31,7 +31,7 @@ from self_healing.checkpoints.choice import vet_all
 from self_healing.checkpoints.marker import load_marker, write_marker
 from self_healing.checkpoints.vetting import vet
 from self_healing.hf.state import nonfinite_tensors
-from self_healing.rollback import kept_batches as batches_module
+from self_healing.rollback import ring as batches_module
 
 
 # So seldom that checkpoints are verified before a snapshot is.

@@ -317,7 +317,7 @@ def test_the_postmortem_is_strict_json_though_the_values_were_not_finite(tmp_pat
     "broken",
     [
         "self_healing.detectors.nonfinite.NonFiniteDetector.judge",
-        "self_healing.rollback.kept_batches.KeptBatches.note_healthy",
+        "self_healing.rollback.ring.KeptBatches.note_healthy",
         "self_healing.hf.trainer_state.Bookkeeper.capture",
         "self_healing.hf.reentry.Reentry.step_ends",
         "self_healing.journal.journal.Journal.metrics",

@@ -23,7 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from self_healing import HealingConfig, SelfHealingCallback
 from self_healing.hf.state import LiveState, live_state_of, offloaded_tensors
 from self_healing.hf.trainer_state import Bookkeeper
-from self_healing.rollback.copied_state import size_of
+from self_healing.rollback.host_memory import size_of
 from self_healing.rollback.ring import SnapshotRing
 
 

@@ -19,10 +19,9 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.healers.oom.sizes import SIZES_FILE
 from self_healing.hf.state import live_state_of
-from self_healing.rollback.copied_state import size_of
-from self_healing.rollback.host_copies import DeviceCopies, SideStream, Transfer, copies_of
+from self_healing.rollback.host_memory import DeviceCopies, SideStream, Transfer, copies_of, size_of
 from self_healing.rollback.ring import SnapshotRing
-from self_healing.run.went_back import Target
+from self_healing.rollback.rollback import Target
 from self_healing.system.random_state import RandomState
 
 
@@ -437,7 +436,7 @@ class TestCopies:
         expected = {name: tensor.detach().clone() for name, tensor in live.parameters.items()}
         cuda = copies_of("cuda")
         assert cuda is not None
-        monkeypatch.setattr("self_healing.rollback.host_copies.copies_of", {"cuda": Slow(cuda)}.get)
+        monkeypatch.setattr("self_healing.rollback.host_memory.copies_of", {"cuda": Slow(cuda)}.get)
         ring._streams.clear()
         aside = ring.take(live, 3, {})
         ring.restore(trusted, live)

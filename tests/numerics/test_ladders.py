@@ -14,8 +14,8 @@ from self_healing import FAILURE_RECIPES, Action, FailureType, HealingConfig
 from self_healing.failures.recipes import INSPECTIONS, Cause, Symptom
 from self_healing.healers.numerics.ladder import Decision, StepPolicy
 from self_healing.numerics.ladder import RollbackLadder
-from self_healing.run.budget import RecoveryBudget
-from self_healing.run.diagnosis import Diagnosis
+from self_healing.run.incidents import Diagnosis
+from self_healing.run.run import RecoveryBudget
 
 
 # What ends an incident for which there is no patience left.

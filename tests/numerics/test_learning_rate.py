@@ -19,7 +19,7 @@ from self_healing import (
     SelfHealingTrainer,
 )
 from self_healing.healers.numerics.learning_rate import LearningRateControl
-from self_healing.run.went_back import Target
+from self_healing.rollback.rollback import Target
 
 
 class Probe(torch.optim.AdamW):

@@ -42,7 +42,7 @@ from self_healing.hf.experiments import EarlierSteps, StepExperiments
 from self_healing.hf.step import Window
 from self_healing.hf.training_step import AccelerateEngine
 from self_healing.numerics.nonfinite import NonfiniteHealer
-from self_healing.rollback import in_place
+from self_healing.rollback import ring
 from self_healing.rollback.ring import SnapshotRing
 from self_healing.rollback.snapshots import Snapshot
 
@@ -284,7 +284,7 @@ PLACES = {
     "learning rates: a step with one": Place(too_high_a_rate, EarlierSteps, "_loss", "ended"),
     "learning rates: its update": Place(too_high_a_rate, AccelerateEngine, "_clip", "stopped"),
     "learning rates: the state they begin from": Place(too_high_a_rate, SnapshotRing, "restore", "stopped"),
-    "older checkpoints: loading one": Place(resumed_from_damage, in_place, "reload_checkpoint", "stopped"),
+    "older checkpoints: loading one": Place(resumed_from_damage, ring, "reload_checkpoint", "stopped"),
     "older checkpoints: setting the state aside": Place(resumed_from_damage, SnapshotRing, "take", "stopped"),
     "older checkpoints: the batch with one": Place(resumed_from_damage, Window, "begin_from_here", "stopped"),
     "harder data: the control batch": Place(harder_data, EarlierSteps, "_loss", "ended"),

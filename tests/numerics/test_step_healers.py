@@ -29,9 +29,9 @@ from self_healing.numerics.memory_while_healing import MemoryWhileHealing
 from self_healing.numerics.observer import StepObserver
 from self_healing.numerics.red_flags import RedFlagHealer
 from self_healing.numerics.untrained_run import UntrainedRunHealer
-from self_healing.run.diagnosis import Diagnosis
-from self_healing.run.dispatch import HealingContext
-from self_healing.run.went_back import WentBack
+from self_healing.rollback.rollback import WentBack
+from self_healing.run.healer import HealingContext
+from self_healing.run.incidents import Diagnosis
 
 
 NAN = math.nan

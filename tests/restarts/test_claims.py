@@ -14,8 +14,7 @@ from self_healing.failures.recipes import Action, FailureType
 from self_healing.healers.assembly import assemble
 from self_healing.healers.oom.healer import MemoryOutsideOfModel
 from self_healing.healers.services import ServiceCalls
-from self_healing.run.claims import Claim, claim_by_recipe, claim_for
-from self_healing.run.healer import Healer, Healers
+from self_healing.run.healer import Claim, Healer, Healers, claim_by_recipe, claim_for
 
 
 def incident(name: str = "1") -> Incident:

@@ -13,8 +13,17 @@ from typing import Any
 import pytest
 
 from self_healing.healers.restarts.start import bookkeeping_of, was_writing
-from self_healing.restarts.progress_mark import PROGRESS_FILE, ProgressMark, read_mark
-from self_healing.run.record import RECORD_FILE, Attempt, Ending, RunRecord, UnreadableRecordError, first_call
+from self_healing.run.record import (
+    PROGRESS_FILE,
+    RECORD_FILE,
+    Attempt,
+    Ending,
+    ProgressMark,
+    RunRecord,
+    UnreadableRecordError,
+    first_call,
+    read_mark,
+)
 from self_healing.system.files import STATE_FILE
 from self_healing.system.processes import Launch, launch_of, of_all_ranks
 

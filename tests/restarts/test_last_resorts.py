@@ -21,9 +21,9 @@ from self_healing.healers.assembly import Run, assemble
 from self_healing.restarts import process_exit, remedies, resumed_bookkeeping
 from self_healing.restarts.remedies import LastResorts
 from self_healing.restarts.resumed_bookkeeping import continue_bookkeeping
-from self_healing.run.dispatch import HealingContext
+from self_healing.rollback.rollback import Target, WentBack
+from self_healing.run.healer import HealingContext
 from self_healing.run.record import RunRecord
-from self_healing.run.went_back import Target, WentBack
 from self_healing.system.processes import Process, launch_of, restarts_on_exit
 
 

@@ -15,11 +15,12 @@ from started_ranks import StartedRanks
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from self_healing import HealingConfig, SelfHealingTrainer, shared_memory
+from self_healing import HealingConfig, SelfHealingTrainer
 from self_healing.healers.restarts.start import came_to_nothing
 from self_healing.hf.trainer_state import loads_more
+from self_healing.rollback import shared_memory
+from self_healing.rollback.shared_memory import directory_of
 from self_healing.run.record import Attempt, RunRecord
-from self_healing.shared_memory import directory_of
 
 
 pytestmark = pytest.mark.skipif(not shared_memory.ROOT.is_dir(), reason="the system has no shared memory as files")

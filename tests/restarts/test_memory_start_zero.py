@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from conftest import journal
 
-from self_healing import shared_memory
-from self_healing.shared_memory import directory_of
+from self_healing.rollback import shared_memory
+from self_healing.rollback.shared_memory import directory_of
 
 
 pytestmark = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from self_healing.restarts.progress_mark import PROGRESS_FILE, ProgressMark, read_mark
+from self_healing.run.record import PROGRESS_FILE, ProgressMark, read_mark
 
 
 class Disk:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from self_healing.hf.state import LiveState
-from self_healing.rollback.copied_state import AssembledCopy, StateWriter, TensorCopy, leaves, put_back, size_of
+from self_healing.rollback.host_memory import AssembledCopy, StateWriter, TensorCopy, leaves, put_back, size_of
 
 
 def copied(tensor: torch.Tensor) -> TensorCopy:

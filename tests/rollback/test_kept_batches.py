@@ -17,7 +17,7 @@ from transformers import BatchEncoding, TrainerCallback
 from self_healing import HealingConfig, SelfHealingCallback
 from self_healing.hf import step
 from self_healing.hf.step import Control, on_host
-from self_healing.rollback.kept_batches import KeptBatches
+from self_healing.rollback.ring import KeptBatches
 
 
 # Quick to take snapshots, which keep a batch as well.

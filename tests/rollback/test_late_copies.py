@@ -23,9 +23,8 @@ from self_healing.hf.step import Window
 from self_healing.numerics.rate_trial import try_rates
 from self_healing.numerics.resume_trial import try_older_checkpoints
 from self_healing.rollback.ring import SnapshotRing
-from self_healing.rollback.rollback import Rollback
+from self_healing.rollback.rollback import Rollback, Target
 from self_healing.rollback.snapshots import Snapshot
-from self_healing.run.went_back import Target
 
 
 class LateTransfer:
@@ -71,7 +70,7 @@ class LateCopies:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> LateCopies:
     late = LateCopies()
-    monkeypatch.setattr("self_healing.rollback.host_copies.copies_of", {"cpu": late}.get)
+    monkeypatch.setattr("self_healing.rollback.host_memory.copies_of", {"cpu": late}.get)
     return late
 
 
@@ -212,7 +211,7 @@ def test_a_copy_that_cannot_be_started_leaves_none_under_way(
 
     ring = SnapshotRing()
     ring._streams = {torch.device("meta"): Failing()}
-    monkeypatch.setattr("self_healing.rollback.host_copies.copies_of", {"cpu": late, "meta": late}.get)
+    monkeypatch.setattr("self_healing.rollback.host_memory.copies_of", {"cpu": late, "meta": late}.get)
     live.parameters["elsewhere"] = torch.empty(3, device="meta")
     with pytest.raises(RuntimeError, match="out of memory"):
         ring.take(live, 1, {})

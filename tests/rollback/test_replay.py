@@ -15,8 +15,7 @@ from test_states import SmallRun
 
 from self_healing.failures.recipes import TrainingFault
 from self_healing.hf.objective import StepSignals
-from self_healing.rollback.replay import Replay, Replayed, first_beyond_noise
-from self_healing.run.went_back import Target
+from self_healing.rollback.rollback import Replay, Replayed, Target, first_beyond_noise
 
 
 STEPS = 20
@@ -105,7 +104,7 @@ class MadeUpReplay:
 
 @pytest.fixture
 def _made_up_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("self_healing.rollback.replay.EarlierSteps", lambda window: window)
+    monkeypatch.setattr("self_healing.rollback.rollback.EarlierSteps", lambda window: window)
 
 
 NAN = float("nan")

@@ -18,16 +18,23 @@ from forked_pairs import run_pair
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from self_healing import shared_memory
 from self_healing.healers.restarts.shared_memory import _states_of, remove_other_states, steps_in_memory
 from self_healing.hf.deepspeed import Partitioning
 from self_healing.hf.state import LiveState
 from self_healing.hf.trainer_state import ResumeRecord
-from self_healing.rollback import shared_states
+from self_healing.rollback import shared_memory
+from self_healing.rollback import shared_memory as shared_states
 from self_healing.rollback.ring import SnapshotRing
-from self_healing.rollback.shared_memory import SUFFIX, StateUnusable, open_state, read_facts
-from self_healing.rollback.shared_states import SharedStates
-from self_healing.shared_memory import directory_of, is_own, remove_states
+from self_healing.rollback.shared_memory import (
+    SUFFIX,
+    SharedStates,
+    StateUnusable,
+    directory_of,
+    is_own,
+    open_state,
+    read_facts,
+    remove_states,
+)
 from self_healing.system.random_state import RandomState
 
 
@@ -276,7 +283,7 @@ def test_a_state_of_another_run_machine_or_number_of_ranks_is_not_taken(
     elif other == "ranks":
         run.shared.directory.rename(run.shared.directory.with_name("run-rank0-of-2"))
     else:
-        monkeypatch.setattr("self_healing.shared_memory.this_boot", lambda: "another one")
+        monkeypatch.setattr("self_healing.rollback.shared_memory.this_boot", lambda: "another one")
     assert run.steps == []
 
 

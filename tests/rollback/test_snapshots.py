@@ -18,9 +18,7 @@ from torch import nn
 from transformers import Adafactor
 
 from self_healing.hf.state import LiveState, live_state_of
-from self_healing.rollback.copied_state import size_of
-from self_healing.rollback.host_copies import copies_of
-from self_healing.rollback.host_memory import HostBlock
+from self_healing.rollback.host_memory import HostBlock, copies_of, size_of
 from self_healing.rollback.ring import SnapshotRing
 
 
@@ -426,7 +424,7 @@ class TestPinnedMemory:
     @linux
     def test_is_one_block_of_the_size_of_the_state(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pinning = Pinning()
-        monkeypatch.setattr("self_healing.rollback.host_copies.copies_of", {"cpu": pinning}.get)
+        monkeypatch.setattr("self_healing.rollback.host_memory.copies_of", {"cpu": pinning}.get)
         state = self.state()
         ring = SnapshotRing()
         ring.take(state, 0, {})
@@ -436,7 +434,7 @@ class TestPinnedMemory:
     @linux
     def test_is_let_go_of_before_it_is_unmapped(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pinning = Pinning()
-        monkeypatch.setattr("self_healing.rollback.host_copies.copies_of", {"cpu": pinning}.get)
+        monkeypatch.setattr("self_healing.rollback.host_memory.copies_of", {"cpu": pinning}.get)
         ring = SnapshotRing()
         ring.take(self.state(), 0, {})
         (address,) = pinning.pinned
@@ -446,7 +444,7 @@ class TestPinnedMemory:
     def test_that_cannot_be_had_is_ordinary_memory(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr("self_healing.rollback.host_copies.copies_of", {"cpu": Pinning(can=False)}.get)
+        monkeypatch.setattr("self_healing.rollback.host_memory.copies_of", {"cpu": Pinning(can=False)}.get)
         state = self.state()
         with caplog.at_level("INFO", logger="self_healing"):
             snapshot = SnapshotRing().take(state, 0, {})

@@ -16,11 +16,9 @@ from self_healing.checkpoints.marker import load_marker, write_marker
 from self_healing.checkpoints.retention import RunCheckpoints
 from self_healing.hf.state import LiveState
 from self_healing.hf.step import Control
-from self_healing.rollback.interval import SnapshotInterval
-from self_healing.rollback.rollback import Rollback
-from self_healing.rollback.snapshots import Snapshot
+from self_healing.rollback.rollback import Rollback, Target
+from self_healing.rollback.snapshots import Snapshot, SnapshotInterval
 from self_healing.rollback.trusted import EARLY_STEPS
-from self_healing.run.went_back import Target
 
 
 VERIFY = 3
@@ -365,7 +363,7 @@ class TestInterval:
     @pytest.fixture
     def interval(self, monkeypatch: pytest.MonkeyPatch) -> SnapshotInterval:
         self.now = 0.0
-        monkeypatch.setattr("self_healing.rollback.interval.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("self_healing.rollback.snapshots.time.perf_counter", lambda: self.now)
         interval = SnapshotInterval(HealingConfig(snapshot_overhead_budget=0.01))
         for step in range(20):
             interval.step_begins(step)

@@ -22,9 +22,7 @@ from ...hf.adapter import Instrument
 from ...hf.dataloader import TrainingLoader
 from ...inspection.columns import digest_of
 from ...journal.incident import Incident
-from ...run.claims import Claim
-from ...run.dispatch import HealingContext
-from ...run.healer import Healer
+from ...run.healer import Claim, Healer, HealingContext
 from ...run.run import RunContext
 from ...system import processes
 from .datasets import GuardedDataset

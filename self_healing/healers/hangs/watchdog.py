@@ -28,7 +28,7 @@ from ...journal.incident import Incident
 from ...journal.journal import Journal
 from ...ranks.messages import Failure, Position, behind, where_all_are, where_all_wait
 from ...ranks.session import OtherRanks
-from ...run.claims import Claim, claim_for
+from ...run.healer import Claim, claim_for
 from ...system.processes import EXIT_FOR_RESTART, restarts_on_exit
 from .threads import WakeSignal, own_signals
 

@@ -19,8 +19,8 @@ from ...hf.objective import StepSignals
 from ...hf.step import Window
 from ...ranks import votes
 from ...rollback.snapshots import Snapshot
-from ...rollback.trials import StateTrials
-from ...run.diagnosis import Diagnosis
+from ...rollback.trusted import StateTrials
+from ...run.incidents import Diagnosis
 from ...system import processes
 
 

@@ -9,10 +9,9 @@ from ...numerics.damaged_checkpoint import DamagedCheckpointHealer
 from ...numerics.healer import NumericsHealer
 from ...numerics.rate_trial import try_rates
 from ...ranks import votes
-from ...rollback.rollback import Rollback
-from ...run.dispatch import HealingContext
+from ...rollback.rollback import Rollback, Target, WentBack
+from ...run.healer import HealingContext
 from ...run.run import RunContext
-from ...run.went_back import Target, WentBack
 from .state import NumericsState
 
 

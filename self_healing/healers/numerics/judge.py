@@ -18,8 +18,7 @@ from ...numerics.spikes import SpikeHealer
 from ...numerics.untrained_run import UntrainedRunHealer
 from ...ranks import votes
 from ...rollback.rollback import Rollback
-from ...run.dispatch import HealingContext
-from ...run.healer import Healer
+from ...run.healer import Healer, HealingContext
 from ...run.run import RunContext
 from .healer import RollbackClimb
 from .loss import DivergenceHealer

@@ -9,8 +9,8 @@ from typing import Any
 
 from ...config.healing_config import HealingConfig
 from ...failures.recipes import FAILURE_RECIPES, Action, FailureType, Symptom
-from ...run.diagnosis import Diagnosis
-from ...run.went_back import Target
+from ...rollback.rollback import Target
+from ...run.incidents import Diagnosis
 
 
 @dataclass(frozen=True, slots=True)

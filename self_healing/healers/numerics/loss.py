@@ -10,9 +10,8 @@ from ...hf.step import Window
 from ...numerics.damaged_checkpoint import DamagedCheckpointHealer
 from ...numerics.healer import NumericsHealer
 from ...rollback.rollback import Rollback
-from ...run.diagnosis import Diagnosis
-from ...run.dispatch import HealingContext
-from ...run.incidents import OpenIncident
+from ...run.healer import HealingContext
+from ...run.incidents import Diagnosis, OpenIncident
 from ...run.run import RunContext
 from .diagnosis import diagnose_rise, diagnose_stillness
 from .healer import RollbackClimb

@@ -8,11 +8,10 @@ from ...hf.step import Window
 from ...journal.incident import Incident
 from ...numerics.healer import NumericsHealer
 from ...ranks import votes
-from ...rollback.rollback import Rollback
-from ...run.dispatch import HealingContext
+from ...rollback.rollback import Rollback, Target, WentBack
+from ...run.healer import HealingContext
 from ...run.incidents import OpenIncident
 from ...run.run import RunContext
-from ...run.went_back import Target, WentBack
 from .healer import RollbackClimb
 from .state import NumericsState
 

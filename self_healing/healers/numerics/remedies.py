@@ -12,7 +12,7 @@ from ...hf.adapter import Instrument
 from ...hf.state import reset_moments
 from ...inspection.model import check_model_init
 from ...rollback.rollback import Rollback
-from ...run.dispatch import CarryOut, HealingContext
+from ...run.healer import CarryOut, HealingContext
 from ...run.run import RunContext
 from ..inspection import check_data_quality, vocabulary_of
 from .state import NumericsState

@@ -16,7 +16,7 @@ from ...hf.step import Window
 from ...numerics.healer import NumericsHealer
 from ...ranks import votes
 from ...rollback.rollback import Rollback
-from ...run.dispatch import HealingContext
+from ...run.healer import HealingContext
 from ...run.incidents import OpenIncident
 from ...run.run import RunContext
 from ...system import processes

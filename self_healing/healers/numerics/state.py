@@ -18,8 +18,8 @@ from ...numerics.loss_watch import LossWatch
 from ...numerics.missing_steps import MissingSteps
 from ...numerics.repeatability_check import RepeatabilityCheck
 from ...numerics.step_clipping import StepClipping
-from ...run.budget import RecoveryBudget
-from ...run.outcomes import Outcomes
+from ...run.incidents import Outcomes
+from ...run.run import RecoveryBudget
 from ...system.files import Stateful, take_over, take_over_whole
 from .detectors.panel import DetectorPanel
 from .detectors.rules import MetricRules

@@ -39,9 +39,7 @@ from ...memory.advice import (
 )
 from ...ranks import votes
 from ...rollback.ring import SnapshotRing
-from ...run.claims import Claim, claim_by_recipe
-from ...run.dispatch import HealingContext
-from ...run.healer import Healer
+from ...run.healer import Claim, Healer, HealingContext, claim_by_recipe
 from ...run.incidents import OpenIncident
 from ...run.run import RunContext
 from ...system import processes

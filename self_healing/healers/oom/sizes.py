@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from ...failures.recipes import Action
 from ...hf.batches import CallShape, Kind
 from ...hf.memory import change_batch, free_memory
-from ...run.dispatch import CarryOut, HealingContext
+from ...run.healer import CarryOut, HealingContext
 from ...run.run import RunContext
 from ...system.files import of_rank, replace_file
 

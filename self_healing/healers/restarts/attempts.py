@@ -13,7 +13,7 @@ from ...checkpoints.marker import step_of
 from ...failures.recipes import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
 from ...restarts.attempts import Attempts
 from ...rollback.shared_memory import StateUnusable
-from ...run.outcomes import may_be_repeated
+from ...run.incidents import may_be_repeated
 from ...run.record import Attempt, Ending, RunRecord
 from ...run.run import RunContext
 from ...system.files import POSTMORTEM_FILE, STATE_FILE

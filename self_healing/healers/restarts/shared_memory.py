@@ -16,10 +16,20 @@ from ...checkpoints.marker import write_marker
 from ...hf.state import LiveState
 from ...hf.trainer_state import resuming_from
 from ...ranks import votes
-from ...rollback.shared_memory import SUFFIX, StateFacts, StateUnusable, StoredState, open_state, read_facts
-from ...rollback.shared_states import rank_directory
+from ...rollback.shared_memory import (
+    SUFFIX,
+    StateFacts,
+    StateUnusable,
+    StoredState,
+    directory_of,
+    holder_of,
+    is_own,
+    open_state,
+    rank_directory,
+    read_facts,
+    this_boot,
+)
 from ...rollback.snapshots import Snapshot
-from ...shared_memory import directory_of, holder_of, is_own, this_boot
 from ...system import processes
 
 

@@ -30,10 +30,9 @@ from ...hf.trainer_state import loads_more
 from ...hf.view import zero_job_of
 from ...journal.journal import Journal
 from ...ranks import votes
-from ...rollback.shared_memory import StoredState
+from ...rollback.shared_memory import StoredState, directory_of
 from ...run.record import RECORD_FILE, Attempt, Ending, RunRecord, UnreadableRecordError, first_call
 from ...run.status import RunState, read_status
-from ...shared_memory import directory_of
 from ...system import processes
 from ...system.files import MARKER_FILE, STATE_FILE
 from ...system.processes import Launch, State, launch_of, of_all_ranks, state_of
