@@ -45,8 +45,8 @@ from rich.table import Table
 
 import self_healing
 from self_healing import HealingConfig, StepSignals
-from self_healing.detectors.nonfinite import NonFiniteDetector
 from self_healing.healers.numerics.detectors.panel import DetectorPanel
+from self_healing.healers.numerics.detectors.spikes import NonFiniteDetector
 from self_healing.hf.objective import objective_named
 
 

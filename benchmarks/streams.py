@@ -26,9 +26,9 @@ import torch
 from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets, interleave_datasets
 from torch.utils.data import DataLoader
 
-from self_healing.data.quarantine import Quarantine
 from self_healing.healers.data import streams as stream_guard
 from self_healing.healers.data.guard import Guard
+from self_healing.healers.data.quarantine import Quarantine
 from self_healing.healers.data.streams import GuardedStream
 
 

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from .failures.recipes import Recipe as Recipe
     from .failures.recipes import UnrecoverableTrainingError as UnrecoverableTrainingError
     from .healers.dry_run import DryRunReport as DryRunReport
+    from .healers.inspection import Finding as Finding
+    from .healers.inspection import Inspection as Inspection
     from .healers.inspection import check_data_quality as check_data_quality
+    from .healers.inspection import check_model_init as check_model_init
     from .healers.numerics.clipping import ZClip as ZClip
     from .hf.objective import StepSignals as StepSignals
-    from .inspection.findings import Finding as Finding
-    from .inspection.findings import Inspection as Inspection
-    from .inspection.model import check_model_init as check_model_init
     from .journal.incident import Incident as Incident
     from .replaying.incidents import ReplayError as ReplayError
     from .report.healing_report import HealingReport as HealingReport
@@ -51,13 +51,13 @@ _MODULE_OF = {
     "ConfigurationError": "config.schema",
     "DryRunReport": "healers.dry_run",
     "FailureType": "failures.recipes",
-    "Finding": "inspection.findings",
+    "Finding": "healers.inspection",
     "HealingActions": "actions",
     "HealingConfig": "config.healing_config",
     "HealingContext": "run.healer",
     "HealingReport": "report.healing_report",
     "Incident": "journal.incident",
-    "Inspection": "inspection.findings",
+    "Inspection": "healers.inspection",
     "Recipe": "failures.recipes",
     "ReplayError": "replaying.incidents",
     "ReplayReport": "tools.replay",
@@ -70,7 +70,7 @@ _MODULE_OF = {
     "UnrecoverableTrainingError": "failures.recipes",
     "ZClip": "healers.numerics.clipping",
     "check_data_quality": "healers.inspection",
-    "check_model_init": "inspection.model",
+    "check_model_init": "healers.inspection",
     "classify_exception": "failures.classify",
     "find_trusted_checkpoint": "checkpoints.choice",
     "replay": "tools.replay",

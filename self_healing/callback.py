@@ -16,15 +16,21 @@ from .checkpoints.choice import CheckpointError
 from .checkpoints.marker import healing_state_of
 from .config.healing_config import HealingConfig, as_config
 from .config.schema import ConfigurationError
-from .detectors.rules.rule import MetricRule
-from .detectors.rules.table import load_rules
-from .end_of_run import end_run, heal_the_last_step
-from .entry_checks import begin_run
 from .failures.recipes import HealingFailed, TrainingFault, UnrecoverableTrainingError
 from .healers.assembly import Run, assemble
+from .healers.numerics.detectors.rules import MetricRule, load_rules
 from .healers.restarts.healing_off import ending_the_job, is_off
 from .healers.restarts.start import tell_of_unfinished
-from .healers.train_begin_end import Entry
+from .healers.train_begin_end import (
+    Entry,
+    begin_run,
+    end_run,
+    heal_the_last_step,
+    pause_speaking,
+    start_speaking,
+    stop_speaking,
+    tell_start,
+)
 from .hf.adapter import Instrument
 from .hf.patching import find_resume_path, find_trainer, is_training
 from .hf.saving import leave_out_of_uploads
@@ -32,7 +38,6 @@ from .journal.incident import Incident
 from .journal.terminal import speaking_of
 from .ranks import votes
 from .ranks.votes import meet
-from .start_and_end import pause_speaking, start_speaking, stop_speaking, tell_start
 from .system import processes
 from .system.files import hide_from_uploads, own_patterns
 from .system.processes import log_safely

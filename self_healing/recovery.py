@@ -22,10 +22,10 @@ from .failures.recipes import (
 from .healers.assembly import Run
 from .healers.oom.healer import MemoryOutsideOfModel
 from .healers.restarts.emergency import publish, save_emergency_checkpoint
+from .healers.restarts.ending import leave_lost_device, write_down_lost_device
 from .hf.dataloader import end_workers_that_failed
 from .hf.deepspeed import can_be_entered_again
 from .journal.incident import Incident
-from .restarts.lost_device import leave_lost_device, write_down_lost_device
 from .run.healer import Claim, HealingContext, claim_by_recipe
 from .system import processes
 

@@ -21,8 +21,11 @@ from .failures.recipes import DamagedCheckpointError, UnrecoverableTrainingError
 from .healers.assembly import Run, assemble
 from .healers.dry_run import DryRunReport, dry_run
 from .healers.restarts.attempts import go_on_from_disk, take_up
+from .healers.restarts.ending import leave_snapshots, let_snapshots_outlive
 from .healers.restarts.healing_off import ending_the_job, is_off, resumed_without_healing
 from .healers.restarts.start import Start, find_start, note_memory_start, note_start, refusal_of_another_job
+from .healers.services import Reporting
+from .healers.train_begin_end import tell_end
 from .hf.dataloader import loading_twice_at_most, skipping_any_loader
 from .hf.deepspeed import have_engine_made_again, let_go_of_engine, loading_as_written
 from .hf.memory import let_go, rows_per_step
@@ -34,11 +37,8 @@ from .ranks.votes import meet
 from .recovery import NextEntry, Recovery
 from .report.healing_report import HealingReport
 from .report.output import ClosingReport
-from .restarts.outliving import leave_snapshots, let_snapshots_outlive
 from .rollback.shared_memory import StateUnusable
 from .run.record import RunRecord
-from .services.reporting import Reporting
-from .start_and_end import tell_end
 from .system import processes
 from .system.processes import log_safely
 from .system.random_state import RandomState

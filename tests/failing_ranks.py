@@ -27,10 +27,10 @@ from two_processes import digest_of
 from two_sharded_processes import whole
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing.healers.numerics.loss import StepObserver
 from self_healing.hf.reentry import Reentry
 from self_healing.hf.state import local
 from self_healing.hf.step import StepRecord
-from self_healing.numerics.observer import StepObserver
 from self_healing.ranks import votes as consensus
 from self_healing.rollback import ring
 from self_healing.rollback.ring import SnapshotRing

@@ -11,8 +11,7 @@ from test_data import BAD, Counted, Rows, rows_of
 from test_streams import mapped_stream
 
 from self_healing import HealingConfig, SelfHealingCallback
-from self_healing.data.bad_sample import BadSample
-from self_healing.data.quarantine import Quarantine
+from self_healing.healers.data.quarantine import BadSample, Quarantine
 
 
 # What the samples of test_data raise.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..config.healing_config import HealingConfig
 from ..config.schema import ConfigurationError
-from ..detectors.rules.table import load_rules
+from ..healers.numerics.detectors.rules import load_rules
 from ..tools.anywhere.hook import UNTOUCHED, VARIABLE
 
 

@@ -15,30 +15,28 @@ import torch
 
 from ..checkpoints.marker import ChecksumQueue, Standing, write_marker
 from ..config.healing_config import HealingConfig
-from ..data.quarantine import Quarantine
-from ..data.rows import RowQuarantine
-from ..hangs.healer import HangWatch
 from ..hf.adapter import Instrument
 from ..hf.sections import Heartbeat
 from ..hf.trainer_state import save_generated
 from ..journal.journal import Journal
 from ..ranks import votes
 from ..ranks.session import OtherRanks
-from ..restarts.attempts import Attempts
-from ..restarts.departure import Departure
-from ..restarts.remedies import LastResorts
-from ..rollback.last_step import LastStep
 from ..rollback.rollback import Rollback
 from ..run.healer import Remedies
 from ..run.incidents import Outcomes
 from ..run.record import new_run_id
 from ..run.run import News, RecoveryBudget, RunContext
 from ..system.files import take_over_whole
+from .data.quarantine import Quarantine, RowQuarantine
+from .hangs.healer import HangWatch
 from .numerics.remedies import NumericsRemedies
 from .numerics.state import NumericsState
 from .oom.sizes import KnownSizes, MemoryRemedies, MemoryState
+from .restarts.attempts import Attempts
 from .restarts.emergency import bookkeeping_now
-from .restarts.ending import RunEnding
+from .restarts.ending import LastResorts, RunEnding
+from .restarts.preemption import Departure
+from .restarts.shared_memory import LastStep
 from .saves import SaveHealer
 
 

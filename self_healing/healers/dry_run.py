@@ -16,9 +16,7 @@ from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainerC
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..hf.trainer_state import preserved
-from ..inspection.findings import Inspection
-from ..inspection.model import check_model_init
-from .inspection import check_data_quality, vocabulary_of
+from .inspection import Inspection, check_data_quality, check_model_init, vocabulary_of
 
 
 logger = logging.getLogger(__name__)

@@ -1,19 +1,25 @@
-"""Checks of training data before the first step."""
+"""Looks at data and weights before training, or when a ladder asks for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+import math
+import pickle
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from ..inspection.columns import columns_of, digest_of, flatten, is_finite
-from ..inspection.findings import EXAMPLES, Finding, FindingSeverity, Inspection, errors_first, listed
-from ..inspection.rows import Unreadable, read_rows
 from ..system.random_state import RandomState
+
+
+# ---- data: checks of training data before the first step ----
 
 
 # What TRL and transformers call the columns that a model reads, and those they are made from.
@@ -276,3 +282,462 @@ def _is_cut_off(columns: Mapping[str, Any], trained: np.ndarray | None, max_leng
     prompt = columns.get("prompt_ids")
     has_answer = any(columns.get(name) is not None for name in ("completion_ids", "chosen_ids", "rejected_ids"))
     return prompt is not None and has_answer and flatten(prompt).size >= max_length
+
+
+# ---- rows: reads rows of a dataset for a check: spread over all of it, limited in number and in time ----
+
+
+_MAX_STREAMED_ROWS = 1_000
+# Rows fetched at once, as a data loader would: enough to be quick, few enough to hold decoded images.
+_ROWS_AT_ONCE = 64
+# Slow storage must not hold up a run for hours because of a check.
+_TIME_LIMIT = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Stands for a row that raised when it was read."""
+
+    error: Exception
+
+
+def read_rows(dataset: Any, max_rows: int) -> Iterator[tuple[int, Any]]:
+    """Reads rows with their indices; a row that raises as [`Unreadable`]."""
+    if dataset is None or isinstance(dataset, (Mapping, str)):
+        raise TypeError(
+            f"Rows cannot be read from a {type(dataset).__name__}; please give one dataset, such as "
+            'dataset["train"], or a list of rows.'
+        )
+    # Abstract torch datasets have a `__getitem__` that only raises.
+    streamed = isinstance(dataset, torch.utils.data.IterableDataset)
+    if not streamed and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        return _indexed_rows(dataset, max_rows)
+    if hasattr(dataset, "__next__"):
+        raise TypeError(
+            f"{type(dataset).__name__} is an iterator: the rows read from it would be missing from training. Please "
+            "give a dataset that iter() can read again from its beginning."
+        )
+    if not hasattr(dataset, "__iter__"):
+        raise TypeError(f"{type(dataset).__name__} has neither a length and indices, nor can it be iterated over.")
+    return _streamed_rows(dataset, min(max_rows, _MAX_STREAMED_ROWS))
+
+
+def _indexed_rows(dataset: Any, max_rows: int) -> Iterator[tuple[int, Any]]:
+    indices = _spread(len(dataset), max_rows)
+    batches = [indices[start : start + _ROWS_AT_ONCE] for start in range(0, len(indices), _ROWS_AT_ONCE)]
+    began = time.monotonic()
+    # In several sweeps, so that what was seen is from everywhere if time runs out.
+    for batch in [batch for sweep in range(8) for batch in batches[sweep::8]]:
+        yield from zip(batch, _read(dataset, batch), strict=True)
+        if time.monotonic() - began > _TIME_LIMIT:
+            return
+
+
+def _spread(size: int, wanted: int) -> list[int]:
+    """Picks one index from each of `wanted` equal stretches, at a place that keeps step with no period in the data."""
+    if size <= wanted:
+        return list(range(size))
+    golden = (math.sqrt(5) - 1) / 2
+    edges = [part * size // wanted for part in range(wanted + 1)]
+    return [edges[part] + int(math.modf(part * golden)[0] * (edges[part + 1] - edges[part])) for part in range(wanted)]
+
+
+def _read(dataset: Any, indices: list[int]) -> list[Any]:
+    """Reads rows as a data loader does; one by one if that raises, to tell which it is."""
+    together: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
+    if together is not None:
+        try:
+            rows = together(indices)
+            if len(rows) == len(indices):
+                return rows
+        except Exception:
+            pass
+    return [_read_one(dataset, index) for index in indices]
+
+
+def _read_one(dataset: Any, index: int) -> Any:
+    try:
+        return dataset[index]
+    except Exception as error:
+        return Unreadable(error)
+
+
+def _streamed_rows(dataset: Any, max_rows: int) -> Iterator[tuple[int, Any]]:
+    began = time.monotonic()
+    iterator = iter(dataset)
+    try:
+        for index in range(max_rows):
+            try:
+                row = next(iterator)
+            except StopIteration:
+                return
+            except Exception as error:
+                # A stream that has raised does not go on.
+                yield index, Unreadable(error)
+                return
+            yield index, row
+            if time.monotonic() - began > _TIME_LIMIT:
+                return
+    finally:
+        # Not left to the garbage collector: files are open in it, and random states may be drawn from.
+        close = getattr(iterator, "close", None)
+        if close is not None:
+            close()
+
+
+# ---- columns: columns of a row as numpy arrays, text and plain structure: what checks read, flatten and hash ----
+
+
+def columns_of(content: Any) -> dict[str, Any]:
+    """Plain values of a row by column; of a sequence by place."""
+    if isinstance(content, Mapping):
+        return {str(name): _plain(value) for name, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return {f"item {place}": _plain(value) for place, value in enumerate(content)}
+    return {"the row": _plain(content)}
+
+
+def _plain(value: Any) -> Any:
+    """Converts numbers to numpy arrays and structure to lists and dictionaries; leaves the rest as it is."""
+    if isinstance(value, torch.Tensor):
+        return _plain_tensor(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind == "O":
+        return [_plain(item) for item in value.tolist()]
+    if isinstance(value, (list, tuple)):
+        if value and isinstance(value[0], (int, float, np.number)):
+            try:
+                array = np.asarray(value)
+            except (ValueError, OverflowError):
+                array = None
+            if array is not None and array.dtype.kind in "biuf":
+                return array
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    return value
+
+
+def _plain_tensor(value: torch.Tensor) -> Any:
+    try:
+        value = value.detach().to("cpu")
+        # numpy has neither bfloat16 nor float8.
+        return (value.float() if value.dtype.is_floating_point and value.dtype.itemsize < 4 else value).numpy()
+    except (RuntimeError, TypeError):
+        return value
+
+
+def _arrays(value: Any) -> Iterator[np.ndarray]:
+    """Yields every array of numbers in a plain value."""
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind in "biufc":
+            yield value
+    elif isinstance(value, (int, float, np.number)):
+        yield np.asarray(value)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _arrays(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _arrays(item)
+
+
+def flatten(value: Any) -> np.ndarray:
+    """All numbers of a plain value, of shape (N)."""
+    arrays = [array.reshape(-1) for array in _arrays(value)]
+    if len(arrays) == 1:
+        return arrays[0]
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a plain value holds neither NaN nor Inf."""
+    return all(array.dtype.kind not in "fc" or bool(np.isfinite(array).all()) for array in _arrays(value))
+
+
+def digest_of(columns: Mapping[str, Any]) -> bytes | None:
+    """Hashes the content of a row; `None` if it holds what cannot be pickled."""
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        _feed(digest, dict(columns))
+    except Exception:
+        return None
+    return digest.digest()
+
+
+def _feed(digest: hashlib.blake2b, value: Any) -> None:
+    if isinstance(value, np.ndarray):
+        digest.update(f"array {value.dtype} {value.shape} ".encode())
+        digest.update(value.tobytes())
+    elif isinstance(value, list):
+        digest.update(f"list {len(value)} ".encode())
+        for item in value:
+            _feed(digest, item)
+    elif isinstance(value, dict):
+        digest.update(f"dict {len(value)} ".encode())
+        for name in sorted(value):
+            _feed(digest, name)
+            _feed(digest, value[name])
+    elif isinstance(value, str):
+        encoded = value.encode("utf-8", "surrogatepass")
+        digest.update(f"text {len(encoded)} ".encode())
+        digest.update(encoded)
+    else:
+        # Images and the like: equal content may look different here, but never the other way round.
+        pickled = pickle.dumps(value)
+        digest.update(f"object {len(pickled)} ".encode())
+        digest.update(pickled)
+
+
+# ---- findings: findings of a check, and how they are worded ----
+
+
+FindingSeverity = Literal["error", "warning"]
+
+# Rows or tensors that are named in a finding.
+EXAMPLES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """
+    One kind of defect, and the rows or tensors that have it.
+
+    Args:
+        kind (`str`):
+            `"empty_rows"`, `"all_labels_masked"`, `"ids_out_of_vocabulary"`, `"nonfinite_floats"`,
+            `"duplicates"` or `"unreadable_rows"` in data; `"nonfinite_tensors"`, `"all_zero_tensors"` or
+            `"wildly_scaled_tensors"` in a model.
+        count (`int`):
+            How many rows or tensors.
+        total (`int`):
+            Out of how many that were looked at.
+        examples (`list[int | str]`):
+            The first five: indices of rows, or names of tensors.
+        message (`str`):
+            For a person: what it is and what to do.
+        severity (`"error"` or `"warning"`):
+            Whether the run goes wrong with it, or only may.
+    """
+
+    kind: str
+    count: int
+    total: int
+    examples: list[int | str]
+    message: str
+    severity: FindingSeverity
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """
+    Findings of one check of data or of a model.
+
+    Args:
+        findings (`list[Finding]`):
+            Errors first.
+        looked_at (`int`):
+            How many rows or tensors were looked at.
+        unit (`"rows"` or `"tensors"`, *optional*, defaults to `"rows"`):
+            Which of the two.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    looked_at: int = 0
+    unit: Literal["rows", "tensors"] = "rows"
+
+    @property
+    def clean(self) -> bool:
+        """Whether there are no findings, not even warnings."""
+        return not self.findings
+
+    def to_dict(self) -> dict[str, Any]:
+        """Converts it to types that JSON has."""
+        return {"clean": self.clean, **asdict(self)}
+
+    def __str__(self) -> str:
+        unit = self.unit.removesuffix("s") if self.looked_at == 1 else self.unit
+        looked = f"{self.looked_at:,} {unit} looked at"
+        if self.clean:
+            return f"{looked}: nothing wrong."
+        return "\n".join([f"{looked}:", *(f"  {found.severity}: {found.message}" for found in self.findings)])
+
+
+def errors_first(findings: Iterable[Finding | None]) -> list[Finding]:
+    """Drops `None`, and sorts errors before warnings."""
+    return sorted((each for each in findings if each is not None), key=lambda finding: finding.severity != "error")
+
+
+def listed(examples: Sequence[object], count: int) -> str:
+    """Joins examples, and says how many more there are."""
+    named = ", ".join(str(example) for example in examples)
+    return named if count <= len(examples) else f"{named} and {count - len(examples):,} more"
+
+
+# ---- model: checks of a model's weights before the first step ----
+
+
+_TOO_LARGE, _TOO_SMALL = 100.0, 1e-3
+# Embeddings are on a scale of their own: `nn.Embedding` begins at 1, a linear layer of width 4096 beside it at 0.009.
+_TOO_LARGE_EMBEDDING = 1_000.0
+_LARGEST_VALUE = 1e4
+# The median of fewer says nothing about which of them is the odd one.
+_FEWEST_MATRICES = 4
+_ELEMENTS_AT_ONCE = 1 << 24
+# Not multiplied with activations, and zero or large by design in one architecture or another.
+_NOT_A_WEIGHT = ("bias", "token", "pos", "log", "scale", "mask")
+
+
+@torch.no_grad()
+def check_model_init(model: torch.nn.Module) -> Inspection:
+    """
+    Reads the weights of a model and names those that training cannot begin from. Sharded weights are judged by the
+    part that lies on this process; quantised ones and those on the meta device are left out.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model, as it is before training.
+
+    Returns:
+        [`Inspection`]: Tensors with NaN or Inf (in buffers only NaN: masks hold -inf on purpose), matrices of zeros
+        other than the half of an adapter that begins at zero, and matrices whose root mean square is more than 100
+        times or less than a thousandth of the median of the model's (embeddings: more than 1000 times), or that hold
+        values beyond 10000.
+    """
+    parameters = _measured(model.named_parameters())
+    buffers = _measured(model.named_buffers())
+    adapters = _adapter_groups(model, parameters)
+    findings = [
+        _tensors_finding(
+            "nonfinite_tensors",
+            [name for name, size in parameters.items() if not math.isfinite(size.largest)]
+            + [name for name, size in buffers.items() if math.isnan(size.largest)],
+            len(parameters) + len(buffers),
+            "NaN or Inf",
+            "Every loss will be NaN: load the weights again from a whole checkpoint, or check how they begin.",
+        ),
+        _tensors_finding(
+            "all_zero_tensors",
+            _all_zero(parameters, adapters),
+            len(parameters),
+            "nothing but zeros",
+            "Unless that is on purpose, they were missing from the checkpoint or never initialised: look for missing "
+            "keys in what from_pretrained said.",
+            severity="warning",
+        ),
+        _tensors_finding(
+            "wildly_scaled_tensors",
+            _wildly_scaled(model, parameters, adapters),
+            len(parameters),
+            "values of quite another size than the rest of the model",
+            "Check how they were initialised, merged or converted, and whether the file is damaged.",
+            severity="warning",
+        ),
+    ]
+    return Inspection(errors_first(findings), len(parameters) + len(buffers), "tensors")
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """Magnitude of one tensor: its largest absolute value and its root mean square."""
+
+    largest: float
+    rms: float
+    dims: int
+    is_weight: bool
+
+
+def _measured(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, _Size]:
+    sizes = {}
+    for name, tensor in named:
+        size = _size(name, tensor)
+        if size is not None:
+            sizes[name] = size
+    return sizes
+
+
+def _size(name: str, tensor: torch.Tensor) -> _Size | None:
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    # One byte per value: the scale that belongs to it is elsewhere.
+    if local.is_meta or not local.is_floating_point() or local.dtype.itemsize < 2 or local.numel() == 0:
+        return None
+    try:
+        largest, norm = _largest_and_norm(local)
+    except (RuntimeError, TypeError):  # quantised, behind the face of a floating tensor
+        return None
+    kind = name.rpartition(".")[2].lower()
+    is_weight = sum(extent > 1 for extent in tensor.shape) >= 2 and not any(part in kind for part in _NOT_A_WEIGHT)
+    return _Size(largest, norm / math.sqrt(local.numel()), tensor.dim(), is_weight)
+
+
+def _largest_and_norm(tensor: torch.Tensor) -> tuple[float, float]:
+    # The square root of a sum of float16 squares need not be a float16. In parts, as the CPU converts them first.
+    dtype = torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
+    rows = max(1, _ELEMENTS_AT_ONCE * max(1, tensor.size(0)) // tensor.numel()) if tensor.dim() else 1
+    parts = torch.split(tensor, rows) if tensor.dim() else (tensor,)
+    largest = torch.stack([torch.linalg.vector_norm(part, math.inf, dtype=dtype) for part in parts])
+    norms = torch.stack([torch.linalg.vector_norm(part, dtype=dtype) for part in parts])
+    both = torch.stack([torch.linalg.vector_norm(largest, math.inf), torch.linalg.vector_norm(norms)]).tolist()
+    return both[0], both[1]
+
+
+def _adapter_groups(model: torch.nn.Module, parameters: Mapping[str, _Size]) -> dict[str, tuple[str, str]]:
+    """Adapters by parameter, each as the path of its layer and what follows the name of the factor."""
+    layers = {layer for module in model.modules() for layer in getattr(module, "adapter_layer_names", ())}
+    groups = {}
+    for name in parameters:
+        parts = name.split(".")
+        for place, part in enumerate(parts):
+            if part in layers or part.startswith("lora_"):
+                groups[name] = (".".join(parts[:place]), ".".join(parts[place + 1 :]))
+                break
+    return groups
+
+
+def _all_zero(parameters: Mapping[str, _Size], adapters: Mapping[str, tuple[str, str]]) -> list[str]:
+    zero = {name for name, size in parameters.items() if size.is_weight and size.largest == 0}
+    factors: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, group in adapters.items():
+        if parameters[name].is_weight:
+            factors[group].append(name)
+    # An adapter begins as a zero product, of one factor that is zero. With all of them zero it never gets a gradient.
+    begins = {name for names in factors.values() if len(names) < 2 or not zero.issuperset(names) for name in names}
+    return [name for name in parameters if name in zero and name not in begins]
+
+
+def _wildly_scaled(
+    model: torch.nn.Module, parameters: Mapping[str, _Size], adapters: Mapping[str, tuple[str, str]]
+) -> list[str]:
+    embeddings = {
+        f"{name}.weight".removeprefix(".")
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding)
+    }
+    usual = [
+        size.rms
+        for name, size in parameters.items()
+        if size.is_weight and name not in embeddings and name not in adapters and 0 < size.rms < math.inf
+    ]
+    median = statistics.median(usual) if len(usual) >= _FEWEST_MATRICES else None
+    wild = []
+    for name, size in parameters.items():
+        if size.dims < 2 or not math.isfinite(size.largest) or size.largest == 0:
+            continue
+        odd = size.largest > _LARGEST_VALUE
+        if median is not None and size.is_weight:
+            odd |= size.rms > median * (_TOO_LARGE_EMBEDDING if name in embeddings else _TOO_LARGE)
+            # Some architectures begin with tiny embeddings, and an adapter may have learned next to nothing yet.
+            odd |= name not in embeddings and name not in adapters and size.rms < median * _TOO_SMALL
+        if odd:
+            wild.append(name)
+    return wild
+
+
+def _tensors_finding(
+    kind: str, names: Sequence[str], total: int, what: str, remedy: str, severity: FindingSeverity = "error"
+) -> Finding | None:
+    if not names:
+        return None
+    examples: list[int | str] = [*names[:EXAMPLES]]
+    verb = "holds" if len(names) == 1 else "hold"
+    message = f"{len(names):,} of {total:,} tensors {verb} {what}: {listed(examples, len(names))}. {remedy}"
+    return Finding(kind, len(names), total, examples, message, severity)

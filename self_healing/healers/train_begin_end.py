@@ -1,45 +1,60 @@
-"""`Entry`: one `train()` call of a run, with the healers of what happens inside of it, in their order."""
+"""One `train()` call: what is checked as it begins, what it means to the run, and how it ends."""
 
 from __future__ import annotations
 
+import collections
+import functools
 import logging
+import math
 import os
+import shlex
 import socket
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint, refuse_unwritable
 from ..checkpoints.marker import healing_state_of
 from ..checkpoints.vetting import may_be_loaded, vet_weights
-from ..detectors.rules.rule import MetricRule
-from ..end_of_run import tell_of_best_model
-from ..entry_checks import (
-    refuse_damaged_checkpoint,
-    refuse_nonfinite_weights,
-    refuse_wrong_sums,
-    tell_of_offloaded,
-    warn_about_the_rate,
-)
+from ..failures.classify import describe_exception
+from ..failures.recipes import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
 from ..hf.adapter import Instrument
-from ..hf.saving import BestModel
+from ..hf.saving import BestChoice, BestModel
 from ..hf.services import ReportingGuard
+from ..journal.incident import Incident, counted, lost_steps
+from ..journal.terminal import Terminal, announce
+from ..ranks import votes
 from ..report.output import ClosingReport
-from ..restarts.resumed_bookkeeping import continue_bookkeeping
-from ..run.healer import Healers
-from ..run_events import RunEvents
-from ..services.reporting import Reporting
+from ..report.verdict import movement_of
+from ..run.healer import Healer, Healers
+from ..run.record import new_run_id
+from ..run.run import RunContext
+from ..run.status import RunState
+from ..system import processes
 from ..system.files import PINNED_DIR, remove_leftovers
-from ..system.processes import Process
+from ..system.processes import Process, log_safely
 from .assembly import Run
 from .data.healer import SampleHealer
+from .numerics.detectors.rules import MetricRule
 from .numerics.judge import StepJudge
+from .numerics.state import NumericsState
 from .oom.healer import MemoryHealer
-from .services import ServiceCalls
+from .restarts.attempts import continue_bookkeeping
+from .restarts.emergency import owe_evaluation
+from .restarts.ending import write_down_lost_device
+from .restarts.healing_off import switch_off_next_time
+from .services import Reporting, ServiceCalls
 from .step_recorder import StepRecorder
 
 
 logger = logging.getLogger("self_healing")
+
+
+# ---- entry: one `train()` call of a run, with the healers of what happens inside of it, in their order ----
+
 
 # Settings by which a report reckons what is left of the budgets of a run.
 _LIMITS = (
@@ -196,3 +211,427 @@ def _healers_of(run: Run) -> Healers:
             StepRecorder(run),
         )
     )
+
+
+# ---- entry checks ----
+
+
+def begin_run(args: Any) -> str:
+    """Sees that checkpoints can be written."""
+    refuse_unwritable(args)
+    return votes.from_first_rank("a run begins", new_run_id, args.device)
+
+
+def refuse_damaged_checkpoint(context: RunContext, checkpoint: Path) -> None:
+    """Looks at the checkpoint that was resumed from: the Trainer takes the newest, whatever it lacks."""
+    refused: list[CheckpointError] = []
+
+    def look() -> tuple[str | None, str | None]:
+        try:
+            return check_resumed(checkpoint, str(context.instrument.trainer.args.output_dir)), None
+        except CheckpointError as error:
+            refused.append(error)
+            return None, str(error)
+
+    device = context.instrument.view.device
+    told, reason = votes.looked_up_by_first_rank("the checkpoint can be resumed from", look, device)
+    if reason is not None:
+        context.journal.event("checkpoint_passed_over", context.step, path=str(checkpoint), reason=reason)
+        raise refused[0] if refused else CheckpointError(reason)
+    if told is not None and processes.is_first_rank():
+        logger.warning("Resuming from %s anyway: %s.", checkpoint, told)
+
+
+def refuse_nonfinite_weights(context: RunContext, resumed_from: str | None) -> bool:
+    """Ends a run that would begin with weights or an optimizer state that are not finite: no step can heal them."""
+    instrument = context.instrument
+    found = instrument.view.nonfinite_tensors()
+    if not votes.any_rank("what training begins with is not finite", bool(found), instrument.view.device):
+        return True
+    step, names = instrument.view.step, ", ".join(found[:5]) or "on another rank"
+    origin = "the model was given" if resumed_from is None else f"resumed from {resumed_from}"
+    incident = context.journal.open(step, "nonfinite_weights", {"tensors": found[:20], "from": resumed_from})
+    context.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, "corrupted from the start", {})
+    text = f"The weights or the optimizer state that training would begin with are not finite ({names}; {origin})."
+    if context.config.on_nonfinite == "warn":
+        logger.warning("%s Training goes on anyway, because on_nonfinite='warn'.", text)
+        context.journal.closed(incident, "reported")
+        return False
+    trusted = find_trusted_checkpoint(str(instrument.trainer.args.output_dir))
+    context.journal.closed(incident, "fatal")
+    advice = (
+        "Please load other weights: there is no trusted checkpoint in the output_dir."
+        if trusted is None
+        else f"Please resume from the newest one that can be trusted: "
+        f"trainer.train(resume_from_checkpoint={trusted!r}), with a trainer that was built anew."
+    )
+    raise UnrecoverableTrainingError(f"{text} {advice}", failure=FailureType.CORRUPTED_STATE)
+
+
+def refuse_wrong_sums(context: RunContext) -> None:
+    """Ends a run on several ranks that cannot sum up what all of them know, or not in time."""
+    device, seconds = context.instrument.view.device, context.config.collective_timeout_check_seconds
+    if processes.world_size() == 1 or seconds == 0:
+        return
+    began = time.monotonic()
+    try:
+        changed = votes.changed_in_sum(seconds, device)
+    except RuntimeError as error:
+        if time.monotonic() - began < seconds:
+            raise
+        what = f"The ranks have not summed up known numbers within {seconds:g} s"
+        advice = "Look at the network between them (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)."
+        raise _refused(context, FailureType.HANG, what, advice) from error
+    if votes.any_rank("a sum is wrong", bool(changed), device):
+        named = "; ".join(f"rank {rank}: what it sends arrives changed" for rank in changed) or "seen by another rank"
+        what = f"A rank of this job gives wrong results ({named})"
+        advice = FAILURE_RECIPES[FailureType.WRONG_RESULTS].advice
+        raise _refused(context, FailureType.WRONG_RESULTS, what, advice, wrong_ranks=changed)
+    if processes.is_first_rank():
+        took = round(time.monotonic() - began, 3)
+        context.journal.event("ranks_checked", context.step, ranks=processes.world_size(), seconds=took)
+
+
+def _refused(
+    context: RunContext, failure: FailureType, what: str, advice: str, **evidence: Any
+) -> UnrecoverableTrainingError:
+    journal = context.journal
+    incident = journal.open(context.step, failure.value, evidence)
+    journal.diagnosed(incident, failure, what[0].lower() + what[1:], {})
+    journal.acted(incident, Action.STOP.value)
+    journal.closed(incident, "fatal")
+    journal.dealt_with(incident)
+    return UnrecoverableTrainingError(
+        f"{what}, so nothing is trained. {advice} `self-healing doctor` under the same launcher shows all ranks; "
+        "collective_timeout_check_seconds=0 trains without this check.",
+        failure=failure,
+    )
+
+
+def tell_of_offloaded(instrument: Instrument) -> None:
+    """Warns that offloaded tensors are neither searched nor kept."""
+    offloaded = instrument.view.offloaded_tensors()
+    if offloaded:
+        logger.warning(
+            "%d tensors of the model are offloaded (%s%s): what they hold is brought to the device for each call. "
+            "They are not searched for NaN and Inf, and are in no snapshot; everything else is.",
+            len(offloaded),
+            ", ".join(offloaded[:5]),
+            ", ..." if len(offloaded) > 5 else "",
+        )
+
+
+def warn_about_the_rate(instrument: Instrument, checkpoint: str | None) -> None:
+    """Warns that a learning rate in the arguments has no effect on a run that is resumed."""
+    asked, kept = float(instrument.trainer.args.learning_rate), instrument.view.initial_rate
+    if kept is not None and not math.isclose(asked, kept, rel_tol=1e-6):
+        logger.warning(
+            "learning_rate=%g has no effect: a resume takes the rate from the checkpoint, %g. For another rate, "
+            "begin a new run from the weights of %s.",
+            asked,
+            kept,
+            checkpoint or "a checkpoint",
+        )
+
+
+# ---- end of run: ends a run that has taken its last step, and tells what to know before its weights are used ----
+
+
+# Share of the steps of a run.
+_MANY = 0.2
+
+
+def heal_the_last_step(run: Run) -> None:
+    """Heals what the last step has left, which would be handed over as trained. All ranks have to come."""
+    with run.context.heartbeat.section("judge"):
+        run.context.attachment.healers.last_step_taken()
+
+
+def end_run(run: Run, instrument: Instrument, step: int) -> None:
+    """Closes what is open, and gives the trainer back as it was."""
+    context, args, leaves = run.context, instrument.trainer.args, run.departure.begun
+    healers = context.attachment.healers
+    run.numerics.close_outcomes(unfollowed="resolved")
+    healers.run_ends(step)
+    if context.stop.incident is not None:
+        # Seen in the last log: there is no step left to stop before.
+        context.dealing_with(context.stop.incident).close("reported")
+        context.stop.incident = None
+    movement = movement_of(instrument.trainer.state.log_history)
+    looked_at = context.config.on_nonfinite == "heal" or not instrument.view.can_reexecute
+    weights = [] if looked_at else instrument.view.nonfinite_weights()[:5]
+    context.journal.event(
+        "run_ended",
+        step,
+        incidents=len(context.journal.incidents),
+        **({"learned": movement} if movement else {}),
+        **({"nonfinite": weights} if weights else {}),
+        **run.numerics.rate_in_force(),
+    )
+    if run.attempts.status is not None and not leaves:
+        run.attempts.status.end(RunState.ENDED, step)
+    _tell_what_to_know(run.numerics, step)
+    if leaves and instrument.leaving.owes_evaluation and args.should_save:
+        owe_evaluation(Path(args.output_dir or ".") / f"checkpoint-{step}")
+    instrument.detach()
+    run.rollback.release()
+    if not leaves:
+        context.checksums.wait()
+    elif run.attempts.record is None and step < instrument.trainer.state.max_steps:
+        run.departure.leave(step, str(args.output_dir))
+
+
+def tell_of_best_model(context: RunContext, best: str, choice: BestChoice) -> None:
+    """Tells that the best checkpoint could not be loaded, and what the model holds in its place."""
+    context.journal.event(
+        "best_model_passed_over",
+        context.step,
+        path=best,
+        reason=choice.refused,
+        instead=choice.path,
+        metric=choice.metric,
+    )
+    instead = "they are those of the last step"
+    if choice.path is not None:
+        instead = f"they are those of the next best, {choice.path} ({choice.metric:.4g})"
+    logger.error(
+        "Step %d: the best checkpoint, %s, is not loaded, because its weights cannot be used: %s. The weights at the "
+        "end of this run are not the best: %s. Nothing of the run is lost; evaluate them before you use them.",
+        context.step,
+        best,
+        choice.refused,
+        instead,
+    )
+
+
+def _tell_what_to_know(numerics: NumericsState, steps: int) -> None:
+    """Before the run is trusted, or resumed."""
+    scale = numerics.learning_rate.scale(steps)
+    if scale != 1.0:
+        logger.warning(
+            "The learning rate in force at the end is %.3g times the schedule's. A resume without "
+            "SelfHealingCallback would go on with the schedule's.",
+            scale,
+        )
+    lost = steps - numerics.missing.trained(steps)
+    if lost > _MANY * steps:
+        logger.warning(
+            "%d of %d steps are not in the weights: please look at the incidents (self-healing report) before "
+            "you use this model.",
+            min(lost, steps),
+            steps,
+        )
+
+
+# ---- start and end ----
+
+
+# What is healed, by which setting and with which of its values, and where: in steps, in steps that can be computed in
+# another way, anywhere inside of `train()`, or around it.
+_HEALED = (
+    ("NaN/Inf", "on_nonfinite", ("heal", "skip"), "steps"),
+    ("spikes", "on_spike", ("heal",), "steps"),
+    ("divergence", "on_divergence", ("heal",), "steps"),
+    ("out of memory", "on_oom", ("heal",), "steps"),
+    ("bad samples", "on_bad_sample", ("quarantine",), "inside"),
+    ("failed saves", "on_save_failure", ("continue",), "inside"),
+    ("hangs", "hang_action", ("recover",), "wrapper"),
+    ("exceptions", "max_recovery_attempts", range(1, sys.maxsize), "wrapper"),
+)
+# The outcomes of incidents, in words.
+_BECAME = {
+    "resolved": "healed",
+    "self_recovered": "healed",
+    "reported": "reported only",
+    "unresolved": "not healed",
+    "fatal": "fatal",
+    "open": "not judged yet",
+}
+# Kinds of incidents that are named at the end, the most frequent first; rules that cannot fire, at the start.
+_NAMED = 3
+# Steps between two logs, as TRL has them: what is too seldom for a rule with these as well is the length of the run.
+_USUAL = 10
+
+
+def _contained(tell: Callable[..., None]) -> Callable[..., None]:
+    """What cannot be said is no matter of the training, and must not take the place of the exception that ends it."""
+
+    @functools.wraps(tell)
+    def telling(*args: Any, **kwargs: Any) -> None:
+        try:
+            tell(*args, **kwargs)
+        except Exception:
+            log_safely(logger, logging.ERROR, "A line about the run as a whole could not be written.", exc_info=True)
+
+    return telling
+
+
+@_contained
+def start_speaking(run: Run, rank: int) -> None:
+    """Has a terminal speak for one `train()` call: until [`pause_speaking`], and then inside of its parts."""
+    run.context.attachment.terminal = terminal = Terminal(rank)
+    terminal.start()
+
+
+def pause_speaking(run: Run) -> None:
+    """Is silent until the next part of the `train()` call begins, which may never come."""
+    if run.context.attachment.terminal is not None:
+        run.context.attachment.terminal.stop()
+
+
+@_contained
+def stop_speaking(run: Run, left_by: BaseException | None) -> None:
+    """Says what became of a run, and falls silent; does nothing where something else speaks, or nothing any more."""
+    attachment = run.context.attachment
+    terminal, attachment.terminal = attachment.terminal, None
+    if terminal is not None:
+        with terminal.speaking():
+            tell_end(run, left_by)
+        terminal.stop()
+
+
+@_contained
+def tell_start(run: Run, instrument: Instrument, wrapped: bool) -> None:
+    """Says what is healed in a run, what is not, and where its journal is."""
+    if run.journal.rank != 0:
+        return
+    config = run.context.config
+    view = instrument.view
+    healed, off, needs_wrapper = list[str](), list[str](), list[str]()
+    for what, setting, heals, where in _HEALED:
+        value = getattr(config, setting)
+        if value not in heals:
+            off.append(f"{what} ({setting}={value!r})")
+        elif where == "wrapper" and not wrapped:
+            needs_wrapper.append(what)
+        elif where != "steps" or view.can_reexecute:
+            healed.append(what)
+    preset = "" if config.healing_preset == "default" else f" (preset {config.healing_preset})"
+    text = f"on{preset}: heals {', '.join(healed) or 'nothing'}"
+    if off:
+        text += f"; not {', '.join(off)}"
+    if not view.can_reexecute:
+        text += f"; steps are only watched ({instrument.trainer.accelerator.distributed_type})"
+    if needs_wrapper:
+        text += f"; with SelfHealingTrainer also {', '.join(needs_wrapper)}"
+    args = instrument.trainer.args
+    if args.save_only_model and args.save_strategy != "no":
+        text += "; killed, it cannot go on from its checkpoints (save_only_model=True; please set it to False)"
+    announce(f"{text}. Journal: {run.journal.path}", severity="info")
+    _tell_of_silent_rules(run, instrument)
+
+
+def _tell_of_silent_rules(run: Run, instrument: Instrument) -> None:
+    """Warns of metric rules that cannot fire because the run logs too seldom; not of those that are only noted."""
+    args, state, rules = instrument.trainer.args, instrument.trainer.state, run.numerics.rules
+    steps, logs = int(state.max_steps), int(state.num_train_epochs) if args.logging_strategy == "epoch" else 0
+    logs = steps // int(state.logging_steps) if args.logging_strategy == "steps" else logs
+    logs += args.logging_first_step
+    # What a trainer of no known objective logs beside the Trainer's own metrics, it logs when it likes.
+    known = instrument.objective.name not in ("generic", "unknown")
+    silent = [
+        f"{rule.name} needs {rule.logs_needed}"
+        for rule in ([] if rules is None else rules.rules)
+        if rule.severity != "info" and logs < rule.logs_needed <= steps // _USUAL and rule.steps <= steps
+        if {"loss", "grad_norm"}.issuperset(rule.metrics) or (known and "eval_" not in "".join(rule.metrics))
+    ]
+    if silent:
+        named = ", ".join([*silent[:_NAMED], *["..."][: len(silent) - _NAMED]])
+        text = f"{counted(len(silent), 'metric rule')} cannot fire: this run logs {counted(logs, 'time')} in {steps} "
+        text += f'steps ({named}). Set logging_strategy="steps", logging_steps={_USUAL}.'
+        announce(text, logging.WARNING)
+
+
+@_contained
+def tell_end(run: Run, left_by: BaseException | None) -> None:
+    """Says how a run ended, and what its incidents come to."""
+    attachment, incidents = run.context.attachment, run.journal.of_all_ranks
+    if run.journal.rank != 0 or attachment.trainer is None:
+        return
+    trainer = attachment.trainer
+    step, of = int(trainer.state.global_step), int(trainer.state.max_steps)
+    where = f"at step {step} of {of}" if of > 0 else "before its first step"
+    healed = all(_BECAME[incident.outcome] == "healed" for incident in incidents) and not attachment.doubtful
+    level = logging.WARNING if incidents or attachment.doubtful else logging.INFO
+    severity = "info" if healed else "warning"
+    how = f"ended {where}"
+    if isinstance(left_by, KeyboardInterrupt | SystemExit | GeneratorExit):
+        level, severity, how = logging.WARNING, "warning", f"left {where} ({type(left_by).__name__})"
+    elif left_by is not None:
+        level, severity, how = logging.ERROR, "error", f"stopped {where} by {type(left_by).__name__}"
+    text = f"{how}: {_summed_up(incidents)}"
+    if attachment.verdict:
+        text += f". {attachment.verdict.removesuffix('.')}"
+    if incidents:
+        text += f". More: self-healing report {shlex.quote(str(run.journal.directory))}"
+    announce(text, level, severity)
+
+
+def _summed_up(incidents: Sequence[Incident]) -> str:
+    if not incidents:
+        return "0 incidents"
+    kinds = collections.Counter(_kind_of(incident) for incident in incidents)
+    named = [f"{times} {kind}" for kind, times in kinds.most_common(_NAMED)]
+    rest = len(incidents) - sum(times for _, times in kinds.most_common(_NAMED))
+    became = collections.Counter(_BECAME[incident.outcome] for incident in incidents)
+    lost = lost_steps(sum(each.steps_lost for each in incidents), *(each.evidence for each in incidents))
+    repeated = sum(incident.steps_repeated for incident in incidents)
+    parts = [
+        f"{len(incidents)} incident{'' if len(incidents) == 1 else 's'} "
+        f"({', '.join([*named, *([f'{rest} more'] if rest else [])])})",
+        *(f"{times} {word}" for word, times in became.items()),
+        lost,
+        *([f"{repeated} repeated"] if repeated else []),
+        f"{sum(incident.seconds_lost for incident in incidents):.1f} s",
+    ]
+    return ", ".join(parts)
+
+
+def _kind_of(incident: Incident) -> str:
+    kind = incident.symptom if incident.failure is None else incident.failure.value
+    return kind.replace("nonfinite", "NaN/Inf").replace("_", " ")
+
+
+# ---- run events: what a `train()` call means to the run as a whole, whatever goes wrong in it ----
+
+
+class RunEvents(Healer):
+    """Logs what the incidents of a run come to, and writes down where it goes on before its state is saved or lost."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def attach(self, first: bool) -> None:
+        terminal, instrument = self._run.context.attachment.terminal, self._run.instrument
+        if terminal is not None and instrument is not None:
+            # And nowhere in between: no code of ours sees what another callback raises there.
+            instrument.stay_within(terminal.speaking)
+
+    def before_optimizer_step(self) -> None:
+        self._run.rollback.ring.join()
+
+    def metrics(self, training: bool, summary: bool) -> dict[str, float]:
+        run = self._run
+        # The log that sums up the run is written before what is open is closed.
+        return run.journal.metrics(run.context.outcomes.resolved_at_the_end if summary else 0)
+
+    def before_save(self, step: int) -> None:
+        self._run.about_to_save(step)
+
+    def device_lost(self, error: BaseException) -> None:
+        # First, so that the postmortem has the ranks in it.
+        self._run.hangs.left_by(error)
+        write_down_lost_device(self._run.ending, error)
+
+    def left_by(self, error: BaseException) -> None:
+        # The wrapper's outlives the call, and speaks of what becomes of the exception.
+        stop_speaking(self._run, error)
+
+    def broken(self, error: Exception) -> None:
+        context = self._run.context
+        context.attachment.broken = True
+        self._run.journal.event("healing_off", context.step, why=describe_exception(error)[:300])
+
+    def ends_the_job(self, error: BaseException) -> None:
+        context = self._run.context
+        switch_off_next_time(context.directory, context.run_id, context.step, error)

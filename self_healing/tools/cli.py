@@ -455,7 +455,7 @@ def run(
     from ..anywhere.settings import PRESET_VARIABLE, environment, read_settings
     from ..config.healing_config import HealingConfig
     from ..config.schema import ConfigurationError
-    from ..detectors.rules.table import RuleError
+    from ..healers.numerics.detectors.rules import RuleError
     from ..journal.terminal import chosen_level
     from .anywhere.program import ProgramError, become, find_program, python_of, refuse_what_would_not_be_healed
 
@@ -527,8 +527,7 @@ def show_rules(
     toml: Annotated[bool, typer.Option("--toml", help="Print TOML, to be edited and given to --rules.")] = False,
 ) -> None:
     """Print the table of rules on logged metrics that is in force."""
-    from ..detectors.rules.rule import OBJECTIVES, rules_for
-    from ..detectors.rules.table import RuleError, load_rules, rules_to_toml
+    from ..healers.numerics.detectors.rules import OBJECTIVES, RuleError, load_rules, rules_for, rules_to_toml
 
     if objective is not None and objective not in OBJECTIVES:
         typer.echo(f"There is no objective {objective!r}. Please choose one of: {', '.join(OBJECTIVES)}.", err=True)

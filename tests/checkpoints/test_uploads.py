@@ -14,8 +14,8 @@ from huggingface_hub.hf_api import RepoUrl
 from transformers.utils.hub import hf_api
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.data.quarantine import QUARANTINE_FILE
-from self_healing.hangs.exits import HANGS_FILE
+from self_healing.healers.data.quarantine import QUARANTINE_FILE
+from self_healing.healers.hangs.watchdog import HANGS_FILE
 from self_healing.healers.oom.sizes import SIZES_FILE
 from self_healing.hf.saving import leave_out_of_uploads
 from self_healing.run.record import PROGRESS_FILE, RECORD_FILE

@@ -14,7 +14,7 @@ from test_streams import STREAMS
 from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
-from self_healing.data.collator import GuardedCollator
+from self_healing.healers.data.datasets import GuardedCollator
 from self_healing.healers.data.guard import Guard
 from self_healing.healers.data.streams import GuardedStream
 

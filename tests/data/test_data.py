@@ -25,13 +25,10 @@ from datasets import Dataset
 from transformers import Trainer, TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
-from self_healing.data.collator import GuardedCollator
-from self_healing.data.quarantine import Quarantine
-from self_healing.data.substitutes import candidates
 from self_healing.failures.retry import RetryPolicy
-from self_healing.healers.data.datasets import GuardedDataset
-from self_healing.healers.data.guard import DataSourceError, Guard
-from self_healing.healers.data.quarantine import KnownBadSamples
+from self_healing.healers.data.datasets import GuardedCollator, GuardedDataset
+from self_healing.healers.data.guard import DataSourceError, Guard, candidates
+from self_healing.healers.data.quarantine import KnownBadSamples, Quarantine
 from self_healing.hf.dataloader import TrainingLoader
 
 

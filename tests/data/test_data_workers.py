@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingTrainer, UnrecoverableTrainingError
-from self_healing.data.collator import GuardedCollator
 from self_healing.failures.classify import classify_exception
 from self_healing.failures.recipes import FailureType
+from self_healing.healers.data.datasets import GuardedCollator
 from self_healing.hf.dataloader import end_workers_that_failed
 
 

@@ -12,9 +12,8 @@ import torch
 from conftest import quarantined
 from datasets import Dataset
 
-from self_healing.data.problems import EMPTY, comes_without_labels, find_problem, has_no_labels
-from self_healing.data.quarantine import Quarantine
 from self_healing.healers.data.guard import Guard
+from self_healing.healers.data.quarantine import EMPTY, Quarantine, comes_without_labels, find_problem, has_no_labels
 from self_healing.healers.data.streams import GuardedStream
 
 

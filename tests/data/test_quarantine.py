@@ -12,10 +12,15 @@ from test_data import BAD, EPOCH, Rows, guarded, names, rows_of, trainer_on
 from transformers import set_seed
 
 from self_healing import SelfHealingCallback
-from self_healing.data.bad_sample import BadSample
-from self_healing.data.quarantine import Quarantine, QuarantinedRow, dataset_fingerprint, why_not_appendable
-from self_healing.data.substitutes import candidates
-from self_healing.healers.data.quarantine import POISON
+from self_healing.healers.data.guard import candidates
+from self_healing.healers.data.quarantine import (
+    POISON,
+    BadSample,
+    Quarantine,
+    QuarantinedRow,
+    dataset_fingerprint,
+    why_not_appendable,
+)
 
 
 @pytest.mark.parametrize("kind", ["poison", "raising"])

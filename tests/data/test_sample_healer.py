@@ -16,8 +16,8 @@ from datasets import Dataset
 from made_up_run import MadeUpRun, MadeUpWindow
 
 from self_healing import Action, UnrecoverableTrainingError
-from self_healing.data.quarantine import QUARANTINE_FILE, Quarantine
 from self_healing.healers.data.healer import SampleHealer
+from self_healing.healers.data.quarantine import QUARANTINE_FILE, Quarantine
 
 
 class Rows(torch.utils.data.Dataset[Any]):

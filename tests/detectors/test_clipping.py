@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from self_healing.config.schema import ConfigurationError
-from self_healing.detectors.norm_statistics import ClipDecision, ZClipStatistic
-from self_healing.healers.numerics.clipping import ZClip
+from self_healing.healers.numerics.clipping import ClipDecision, ZClip, ZClipStatistic
 from self_healing.hf.state import scale_gradients, total_gradient_norm
 
 

@@ -11,26 +11,30 @@ from itertools import cycle, islice
 from typing import Any
 
 import pytest
+import self_healing.detectors as detectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import self_healing.detectors as detectors
 from self_healing import HealingConfig, StepSignals
-from self_healing.detectors.nonfinite import NonFiniteDetector
-from self_healing.detectors.sorted_window import SortedWindow
-from self_healing.detectors.stillness import DeadLossDetector, NeverLearnedDetector, VanishingGradientDetector
-from self_healing.detectors.usual import UsualSpikes
 from self_healing.failures.recipes import Symptom
 from self_healing.healers.numerics.detectors.divergence import DivergenceDetector
 from self_healing.healers.numerics.detectors.panel import DetectorPanel
 from self_healing.healers.numerics.detectors.progress import (
+    DeadLossDetector,
+    NeverLearnedDetector,
     OverfittingDetector,
     PlateauDetector,
     SlowRiseDetector,
+    VanishingGradientDetector,
     theil_sen,
 )
-from self_healing.healers.numerics.detectors.spikes import CoSpikeDetector, GradientSpikeDetector, LossSpikeDetector
-from self_healing.healers.numerics.detectors.trend import LogTrend, Reading
+from self_healing.healers.numerics.detectors.spikes import (
+    CoSpikeDetector,
+    GradientSpikeDetector,
+    LossSpikeDetector,
+    NonFiniteDetector,
+)
+from self_healing.healers.numerics.detectors.trend import LogTrend, Reading, SortedWindow, UsualSpikes
 
 
 def noise(count: int, level: float = 2.0, spread: float = 0.05, seed: int = 0) -> list[float]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch._C._distributed_c10d as c10d
 
-from self_healing.hangs.collectives import collective_in, unfinished_collectives
+from self_healing.healers.hangs.threads import collective_in, unfinished_collectives
 
 
 def called_from(*places: tuple[str, str]) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from self_healing import HealingConfig
-from self_healing.hangs.exits import HangExits
+from self_healing.healers.hangs.watchdog import HangExits
 
 
 RESTARTED = HealingConfig(launcher_restarts="yes")

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from self_healing import Action, HealingConfig
-from self_healing.hangs import healer as hangs_healer
-from self_healing.hangs.exits import HangExits
-from self_healing.hangs.healer import HangWatch
-from self_healing.healers.hangs.watchdog import TrainingHang, Watchdog
+from self_healing.healers.hangs import healer as hangs_healer
+from self_healing.healers.hangs.healer import HangWatch
+from self_healing.healers.hangs.watchdog import HangExits, TrainingHang, Watchdog
 from self_healing.hf.sections import Heartbeat
 from self_healing.journal.journal import Journal
 from self_healing.ranks.session import OtherRanks

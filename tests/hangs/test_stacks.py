@@ -12,8 +12,8 @@ from types import FrameType, SimpleNamespace
 import psutil
 import pytest
 
-from self_healing.hangs import stacks
-from self_healing.hangs.stacks import line_of, user_line_of, worker_line_in, write_stacks
+from self_healing.healers.hangs import threads
+from self_healing.healers.hangs.threads import line_of, user_line_of, worker_line_in, write_stacks
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def other_thread() -> Iterator[threading.Thread]:
 
 
 def test_the_stacks_begin_with_the_training_thread(tmp_path: Path, other_thread: threading.Thread) -> None:
-    path = tmp_path / "hangs" / "stacks.txt"
+    path = tmp_path / "hangs" / "threads.txt"
     for first, second in [(threading.main_thread(), other_thread), (other_thread, threading.main_thread())]:
         assert first.ident is not None
         write_stacks(path, "nothing moves", training_thread=first.ident, workers={})
@@ -41,7 +41,7 @@ def test_the_stacks_begin_with_the_training_thread(tmp_path: Path, other_thread:
 def test_the_interpreter_s_own_view_and_the_processes_come_after(
     tmp_path: Path, other_thread: threading.Thread
 ) -> None:
-    path = tmp_path / "stacks.txt"
+    path = tmp_path / "threads.txt"
     write_stacks(path, "nothing moves", threading.get_ident(), workers={41: "File there", 42: ""})
     *_, interpreters, processes, answered, silent = path.read_text().split("\n---- ")
     assert interpreters.startswith("the same as the interpreter sees it\n")
@@ -56,13 +56,13 @@ def test_processes_that_a_process_of_ours_has_started_are_among_them(
 ) -> None:
     itself = psutil.Process()
     monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [itself] if recursive else [])
-    write_stacks(tmp_path / "stacks.txt", "nothing moves", threading.get_ident(), workers={})
-    assert f"---- processes started by this one\n{os.getpid()} (" in (tmp_path / "stacks.txt").read_text()
+    write_stacks(tmp_path / "threads.txt", "nothing moves", threading.get_ident(), workers={})
+    assert f"---- processes started by this one\n{os.getpid()} (" in (tmp_path / "threads.txt").read_text()
 
 
 def test_a_process_is_described_by_state_and_command(tmp_path: Path) -> None:
     process = SimpleNamespace(pid=os.getpid(), cmdline=lambda: ["python", "x" * 300], status=lambda: "sleeping")
-    described = stacks._describe_process(process)  # type: ignore[arg-type]
+    described = threads._describe_process(process)  # type: ignore[arg-type]
     assert described.startswith(f"{os.getpid()} (sleeping, kernel: ")
     # Cut, and ended by a line break.
     assert described.endswith(") python " + "x" * 193 + "\n")
@@ -72,7 +72,7 @@ def test_a_process_that_has_ended_meanwhile_is_named_with_what_is_known() -> Non
     def gone() -> list[str]:
         raise psutil.NoSuchProcess(41)
 
-    assert stacks._describe_process(SimpleNamespace(pid=41, cmdline=gone)) == "41: NoSuchProcess\n"  # type: ignore[arg-type]
+    assert threads._describe_process(SimpleNamespace(pid=41, cmdline=gone)) == "41: NoSuchProcess\n"  # type: ignore[arg-type]
 
 
 def test_a_frame_without_a_line_is_named_as_well() -> None:
@@ -105,7 +105,7 @@ def test_a_line_of_user_code_is_found_below_pythons_own_and_above_the_package(tm
 
 
 def test_what_the_package_waits_in_itself_is_no_line_of_user_code() -> None:
-    package = str(Path(stacks.__file__).parents[1] / "instrument" / "any.py")
+    package = str(Path(threads.__file__).parents[1] / "instrument" / "any.py")
     ours: dict[str, object] = {"ask": lambda: user_line_of(sys._getframe().f_back)}
     exec(compile("def call(): return ask()", package, "exec"), ours)
     assert ours["call"]() is None  # type: ignore[operator]

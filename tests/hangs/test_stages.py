@@ -18,11 +18,9 @@ import torch
 from conftest import journal
 
 from self_healing import Action, FailureType, HealingConfig, Incident
-from self_healing.hangs.exits import HangExits
-from self_healing.hangs.stacks import current_frames, line_of
-from self_healing.hangs.working import processor_seconds
 from self_healing.healers.hangs import watchdog
-from self_healing.healers.hangs.watchdog import TrainingHang, Watchdog
+from self_healing.healers.hangs.threads import current_frames, line_of, processor_seconds
+from self_healing.healers.hangs.watchdog import HangExits, TrainingHang, Watchdog
 from self_healing.hf.sections import Heartbeat
 from self_healing.journal.journal import Journal
 from self_healing.ranks.messages import Failure, Position
@@ -480,7 +478,7 @@ def test_a_run_that_ends_while_its_hang_is_written_down_is_neither_waited_for_no
     watch: Callable[..., Watched], sent: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = watch(recovers=True)
-    monkeypatch.setattr("self_healing.hangs.stacks.write_stacks", lambda *_: watched.stopping.set())
+    monkeypatch.setattr("self_healing.healers.hangs.threads.write_stacks", lambda *_: watched.stopping.set())
     watched.hang(10.5)
     assert sent == []
     assert watched.watchdog._alarm is None
@@ -580,7 +578,7 @@ def test_what_is_done_about_a_hang_keeps_no_process_from_its_end(
 ) -> None:
     seen: list[bool] = []
     monkeypatch.setattr(
-        "self_healing.hangs.stacks.write_stacks", lambda *_: seen.append(threading.current_thread().daemon)
+        "self_healing.healers.hangs.threads.write_stacks", lambda *_: seen.append(threading.current_thread().daemon)
     )
     watch(hang_action="notify").hang(12.0)
     assert seen == [True]

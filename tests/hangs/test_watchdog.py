@@ -37,10 +37,9 @@ from transformers import TrainerCallback
 
 from self_healing import FailureType, HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.failures.classify import classify_exception
-from self_healing.hangs.exits import HangExits
 from self_healing.healers.data.guard import Guard
 from self_healing.healers.data.sources import SourceReader
-from self_healing.healers.hangs.watchdog import TrainingHang, Watchdog
+from self_healing.healers.hangs.watchdog import HangExits, TrainingHang, Watchdog
 from self_healing.hf.sections import Heartbeat
 from self_healing.journal.incident import Incident
 from self_healing.journal.journal import Journal

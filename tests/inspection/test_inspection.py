@@ -15,11 +15,9 @@ from conftest import TRAINERS, tiny_model
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, get_peft_model
 
-from self_healing.healers.inspection import check_data_quality
-from self_healing.inspection import model as model_checks
-from self_healing.inspection import rows as row_reading
-from self_healing.inspection.findings import Finding, Inspection
-from self_healing.inspection.model import check_model_init
+from self_healing.healers import inspection as model_checks
+from self_healing.healers import inspection as row_reading
+from self_healing.healers.inspection import Finding, Inspection, check_data_quality, check_model_init
 
 
 def kinds(inspection: Inspection) -> dict[str, list[int | str]]:

@@ -36,7 +36,7 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.restarts.attempts import Attempts
+from self_healing.healers.restarts.attempts import Attempts
 
 
 # 64 rows, 4 a micro-batch, 2 micro-batches a step: 8 steps an epoch.

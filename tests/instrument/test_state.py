@@ -24,7 +24,7 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.numerics.ladder import RollbackLadder
+from self_healing.healers.numerics.ladder import RollbackLadder
 
 
 def live_callback(trainer: Any) -> SelfHealingCallback:

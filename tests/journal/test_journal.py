@@ -316,7 +316,7 @@ def test_the_postmortem_is_strict_json_though_the_values_were_not_finite(tmp_pat
 @pytest.mark.parametrize(
     "broken",
     [
-        "self_healing.detectors.nonfinite.NonFiniteDetector.judge",
+        "self_healing.healers.numerics.detectors.spikes.NonFiniteDetector.judge",
         "self_healing.rollback.ring.KeptBatches.note_healthy",
         "self_healing.hf.trainer_state.Bookkeeper.capture",
         "self_healing.hf.reentry.Reentry.step_ends",

@@ -14,8 +14,7 @@ from conftest import plain_trainer
 
 from self_healing import HealingConfig, HealingReport, SelfHealingCallback
 from self_healing.checkpoints.marker import read_marker, set_standing, write_marker
-from self_healing.data.bad_sample import BadSample
-from self_healing.data.quarantine import Quarantine
+from self_healing.healers.data.quarantine import BadSample, Quarantine
 from self_healing.journal.journal import Journal
 from self_healing.system.files import append_line, parse_lines, remove_leftovers, replace_file
 from self_healing.tools.chaos.faults import Ledger

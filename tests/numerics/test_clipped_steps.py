@@ -12,7 +12,7 @@ from conftest import GradientFault, OutputFault, assert_same_weights, sft_traine
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.detectors.norm_statistics import ZClipStatistic
+from self_healing.healers.numerics.clipping import ZClipStatistic
 
 
 RUN = {"max_steps": 60, "gradient_accumulation_steps": 1, "learning_rate": 1e-3}

@@ -17,13 +17,11 @@ import numpy as np
 import pytest
 
 from self_healing import HealingConfig, StepSignals
-from self_healing.detectors.nonfinite import NonFiniteDetector
-from self_healing.detectors.norm_statistics import ZClipStatistic
-from self_healing.detectors.rules.rule import rules_for
-from self_healing.detectors.rules.table import load_rules
+from self_healing.healers.numerics.clipping import ZClipStatistic
 from self_healing.healers.numerics.detectors.panel import DetectorPanel
 from self_healing.healers.numerics.detectors.progress import SlowRiseDetector
-from self_healing.healers.numerics.detectors.rules import MetricRules
+from self_healing.healers.numerics.detectors.rules import MetricRules, load_rules, rules_for
+from self_healing.healers.numerics.detectors.spikes import NonFiniteDetector
 from self_healing.hf.objective import objective_named
 
 

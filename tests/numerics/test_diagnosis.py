@@ -13,8 +13,8 @@ from made_up_run import MadeUpWindow
 from self_healing import FailureType
 from self_healing.failures.recipes import Cause
 from self_healing.healers.numerics.diagnosis import diagnose_rise, diagnose_stillness
+from self_healing.healers.numerics.healer import ResumeTrial, try_older_checkpoints
 from self_healing.hf.objective import StepSignals
-from self_healing.numerics.resume_trial import ResumeTrial, try_older_checkpoints
 
 
 class Window(MadeUpWindow):

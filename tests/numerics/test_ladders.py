@@ -12,8 +12,7 @@ from conftest import off_the_ladder
 
 from self_healing import FAILURE_RECIPES, Action, FailureType, HealingConfig
 from self_healing.failures.recipes import INSPECTIONS, Cause, Symptom
-from self_healing.healers.numerics.ladder import Decision, StepPolicy
-from self_healing.numerics.ladder import RollbackLadder
+from self_healing.healers.numerics.ladder import Decision, RollbackLadder, StepPolicy
 from self_healing.run.incidents import Diagnosis
 from self_healing.run.run import RecoveryBudget
 

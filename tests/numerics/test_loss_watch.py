@@ -13,8 +13,8 @@ from made_up_run import MadeUpRun
 from self_healing import FailureType
 from self_healing.failures.recipes import Symptom
 from self_healing.healers.numerics.detectors.trend import Reading
+from self_healing.healers.numerics.state import LossWatch
 from self_healing.journal.incident import Incident
-from self_healing.numerics.loss_watch import LossWatch
 
 
 OUTCOME_STEPS, PATIENCE = 3, 4

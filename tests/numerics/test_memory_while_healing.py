@@ -34,6 +34,7 @@ from self_healing import (
     UnrecoverableTrainingError,
 )
 from self_healing.healers.numerics.judge import StepJudge
+from self_healing.healers.numerics.nonfinite import NonfiniteHealer
 from self_healing.healers.oom.microbatches import Microbatches
 from self_healing.hf import experiments, trainer_state, view
 from self_healing.hf import step as fewer_rows
@@ -41,7 +42,6 @@ from self_healing.hf import step as step_record
 from self_healing.hf.experiments import EarlierSteps, StepExperiments
 from self_healing.hf.step import Window
 from self_healing.hf.training_step import AccelerateEngine
-from self_healing.numerics.nonfinite import NonfiniteHealer
 from self_healing.rollback import ring
 from self_healing.rollback.ring import SnapshotRing
 from self_healing.rollback.snapshots import Snapshot

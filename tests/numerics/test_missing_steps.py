@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
 from self_healing.checkpoints.marker import missing_steps_in
-from self_healing.numerics.missing_steps import MissingSteps
+from self_healing.healers.numerics.state import MissingSteps
 
 
 def always(forward: int) -> bool:

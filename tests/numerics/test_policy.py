@@ -18,8 +18,7 @@ from self_healing import (
 )
 from self_healing.failures.recipes import IN_PLACE
 from self_healing.healers.assembly import assemble
-from self_healing.healers.numerics.ladder import Decision, StepPolicy
-from self_healing.numerics.ladder import RollbackLadder
+from self_healing.healers.numerics.ladder import Decision, RollbackLadder, StepPolicy
 from self_healing.rollback.rollback import Target
 from self_healing.run.run import RecoveryBudget
 

@@ -17,18 +17,12 @@ from made_up_run import MadeUpRun, MadeUpWindow
 from self_healing import Action, FailureType, Incident, UnrecoverableTrainingError
 from self_healing.failures.recipes import Cause, Symptom
 from self_healing.healers.numerics.diagnosis import find_poison_rows
-from self_healing.healers.numerics.healer import RollbackClimb
-from self_healing.healers.numerics.judge import StepJudge
-from self_healing.healers.numerics.loss import DivergenceHealer
+from self_healing.healers.numerics.healer import DamagedCheckpointHealer, NumericsHealer, RollbackClimb
+from self_healing.healers.numerics.judge import MemoryWhileHealing, StepJudge, UntrainedRunHealer
+from self_healing.healers.numerics.loss import DivergenceHealer, RedFlagHealer, StepObserver
 from self_healing.healers.numerics.nonfinite import CorruptedStateHealer
 from self_healing.healers.numerics.remedies import NumericsRemedies
 from self_healing.hf.objective import StepSignals
-from self_healing.numerics.damaged_checkpoint import DamagedCheckpointHealer
-from self_healing.numerics.healer import NumericsHealer
-from self_healing.numerics.memory_while_healing import MemoryWhileHealing
-from self_healing.numerics.observer import StepObserver
-from self_healing.numerics.red_flags import RedFlagHealer
-from self_healing.numerics.untrained_run import UntrainedRunHealer
 from self_healing.rollback.rollback import WentBack
 from self_healing.run.healer import HealingContext
 from self_healing.run.incidents import Diagnosis

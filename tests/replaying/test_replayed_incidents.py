@@ -39,9 +39,9 @@ from self_healing import (
     UnrecoverableTrainingError,
 )
 from self_healing.checkpoints.marker import write_marker
+from self_healing.healers.numerics import healer
+from self_healing.healers.numerics.healer import KEPT_BATCHES, KEPT_OF_TRANSIENT, save_offending_batch
 from self_healing.hf.engine import Origin, watching_gradients
-from self_healing.numerics import offending_batch
-from self_healing.numerics.offending_batch import KEPT_BATCHES, KEPT_OF_TRANSIENT, save_offending_batch
 from self_healing.replaying.incidents import find_incident, kept_incidents, load_kept
 from self_healing.replaying.weights import WeightsChoice, choose_weights
 from self_healing.system.random_state import RandomState
@@ -575,7 +575,7 @@ def test_the_step_of_every_objective_is_computed_as_it_was(tmp_path: Path, token
 def test_an_adapter_is_kept_without_its_base_or_comes_from_a_checkpoint(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, at_most: int, told: str
 ) -> None:
-    monkeypatch.setattr(offending_batch, "KEPT_WEIGHTS", at_most)
+    monkeypatch.setattr(healer, "KEPT_WEIGHTS", at_most)
     tiny_model(tokenizer).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     trainer = adapter_trainer(

@@ -15,12 +15,11 @@ import pytest
 from self_healing import FAILURE_RECIPES, Action, FailureType, HealingConfig, Incident, UnrecoverableTrainingError
 from self_healing.checkpoints.marker import write_marker
 from self_healing.healers.assembly import Run, assemble
-from self_healing.healers.restarts import ending
+from self_healing.healers.restarts import ending, preemption
+from self_healing.healers.restarts.attempts import Attempts
+from self_healing.healers.restarts.ending import leave_lost_device, write_down_lost_device
 from self_healing.hf.trainer_state import ResumePoint
 from self_healing.ranks.messages import Failure
-from self_healing.restarts import departure
-from self_healing.restarts.attempts import Attempts
-from self_healing.restarts.lost_device import leave_lost_device, write_down_lost_device
 from self_healing.run.record import Attempt, Ending, RunRecord
 from self_healing.run.status import RunState, StatusKeeper, read_status
 
@@ -111,7 +110,7 @@ def older(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bool]]:
         return "checkpoint-4"
 
     monkeypatch.setattr(ending, "newest_checkpoint_of", newest)
-    monkeypatch.setattr(departure, "newest_checkpoint_of", newest)
+    monkeypatch.setattr(preemption, "newest_checkpoint_of", newest)
     return asked
 
 
@@ -228,7 +227,7 @@ class TestAProcessThatIsAskedToLeave:
             if len(slept) == asked_after:
                 run.departure.preemption.requested = signal.SIGTERM
 
-        monkeypatch.setattr(departure, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+        monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
         asked_after = 9
         run.context.sleep(1.2)
         assert slept == [0.5, 0.5, 0.2]
@@ -410,7 +409,7 @@ class TestADeviceThatIsLost:
     ) -> None:
         ends: list[tuple[int, BaseException]] = []
         monkeypatch.setattr(
-            "self_healing.restarts.process_exit.end_process_with", lambda code, error: ends.append((code, error))
+            "self_healing.healers.restarts.ending.end_process_with", lambda code, error: ends.append((code, error))
         )
         error = RuntimeError("lost")
         leave_lost_device(process(tmp_path, launcher_restarts="no").ending, error)

@@ -18,9 +18,9 @@ import torch
 from self_healing import Action, FailureType, HealingConfig, UnrecoverableTrainingError
 from self_healing.checkpoints.marker import write_marker
 from self_healing.healers.assembly import Run, assemble
-from self_healing.restarts import process_exit, remedies, resumed_bookkeeping
-from self_healing.restarts.remedies import LastResorts
-from self_healing.restarts.resumed_bookkeeping import continue_bookkeeping
+from self_healing.healers.restarts import attempts, ending
+from self_healing.healers.restarts.attempts import continue_bookkeeping
+from self_healing.healers.restarts.ending import LastResorts
 from self_healing.rollback.rollback import Target, WentBack
 from self_healing.run.healer import HealingContext
 from self_healing.run.record import RunRecord
@@ -41,8 +41,8 @@ class TestAnEmergencyCheckpoint:
                 raise self.point
             return self.point
 
-        monkeypatch.setattr(remedies, "save_emergency_checkpoint", save)
-        monkeypatch.setattr(remedies, "newest_checkpoint_of", lambda run, output_dir: self.newest)
+        monkeypatch.setattr(ending, "save_emergency_checkpoint", save)
+        monkeypatch.setattr(ending, "newest_checkpoint_of", lambda run, output_dir: self.newest)
         return assemble(HealingConfig(), tmp_path, run_id="run")
 
     def save(self, run: Run, error: Exception | None = None, **settings: Any) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class TestAnEmergencyCheckpoint:
     def test_where_there_is_no_state_to_save_it_says_why(
         self, run: Run, monkeypatch: pytest.MonkeyPatch, processes: int, why: str
     ) -> None:
-        monkeypatch.setattr(remedies.consensus, "world_size", lambda: processes)
+        monkeypatch.setattr(ending.consensus, "world_size", lambda: processes)
         self.point = None
         assert self.save(run) == {"checkpoint": None, "why": why, "happened": False}
         assert run.attempts.resume_point is None
@@ -144,7 +144,7 @@ def test_the_wait_is_that_of_the_times_the_run_was_brought_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = SimpleNamespace(draw_wait=lambda times: times + 0.00049)
-    monkeypatch.setattr(remedies, "RetryPolicy", SimpleNamespace(of=lambda config: policy))
+    monkeypatch.setattr(ending, "RetryPolicy", SimpleNamespace(of=lambda config: policy))
     slept: list[float] = []
     run = assemble(HealingConfig(), tmp_path, sleep=slept.append, run_id="run")
     resorts = LastResorts(run.context, run.attempts, run.ending, run.rollback, run.last_step)
@@ -204,10 +204,8 @@ class TestWhatACheckpointOwes:
             done.append("continued")
             return self.paid
 
-        monkeypatch.setattr(resumed_bookkeeping, "write_again", write_again)
-        monkeypatch.setattr(
-            resumed_bookkeeping, "load_generated", lambda trainer, path: done.append(("generated", path.name))
-        )
+        monkeypatch.setattr(attempts, "write_again", write_again)
+        monkeypatch.setattr(attempts, "load_generated", lambda trainer, path: done.append(("generated", path.name)))
         instrument: Any = SimpleNamespace(
             trainer=None,
             view=SimpleNamespace(device=torch.device("cpu")),
@@ -278,7 +276,7 @@ class TestAProcessThatALostDeviceCouldAbort:
     @pytest.fixture(autouse=True)
     def _ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: list[Any] = []
-        monkeypatch.setattr(process_exit, "_last", [])
+        monkeypatch.setattr(ending, "_last", [])
         monkeypatch.setattr(os, "_exit", lambda code: self.done.append(code))
         monkeypatch.setattr(logging, "shutdown", lambda: self.done.append("logs"))
 
@@ -289,19 +287,19 @@ class TestAProcessThatALostDeviceCouldAbort:
             "Thread",
             lambda target, name, daemon: threads.append((target, daemon)) or SimpleNamespace(start=lambda: None),
         )
-        monkeypatch.setattr(process_exit, "time", SimpleNamespace(sleep=lambda seconds: self.done.append(seconds)))
+        monkeypatch.setattr(ending, "time", SimpleNamespace(sleep=lambda seconds: self.done.append(seconds)))
         error = RuntimeError("lost")
-        process_exit.end_process_with(75, error)
-        process_exit.end_process_with(1, error, within=3.0)
+        ending.end_process_with(75, error)
+        ending.end_process_with(1, error, within=3.0)
         # Kept, so that nothing in its frames is freed.
-        assert process_exit._last[0] == (75, error)
+        assert ending._last[0] == (75, error)
         (end, daemon), (sooner, _) = threads
         assert daemon
         end()
         sooner()
         assert self.done == [60.0, 75, 3.0, 1]
         self.done.clear()
-        process_exit._end()
+        ending._end()
         assert self.done == ["logs", 75]
 
     def test_what_is_printed_last_comes_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,12 +310,12 @@ class TestAProcessThatALostDeviceCouldAbort:
 
         monkeypatch.setattr(sys, "stdout", SimpleNamespace(flush=closed))
         monkeypatch.setattr(sys, "stderr", SimpleNamespace(flush=lambda: flushed.append("stderr")))
-        process_exit._last.append((75, RuntimeError("lost")))
-        process_exit._end()
+        ending._last.append((75, RuntimeError("lost")))
+        ending._end()
         assert (flushed, self.done) == (["stderr"], ["logs", 75])
 
     def test_others_end_as_they_would(self) -> None:
-        process_exit._end()
+        ending._end()
         assert self.done == []
 
 

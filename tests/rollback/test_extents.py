@@ -13,9 +13,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from self_healing import SelfHealingCallback
+from self_healing.healers.numerics.nonfinite import NonfiniteHealer
 from self_healing.hf.engine import nonfinite_in
 from self_healing.hf.state import _AT_A_TIME, Search, extent_of, nonfinite_tensors
-from self_healing.numerics.nonfinite import NonfiniteHealer
 
 
 class Seen(TorchDispatchMode):

@@ -17,11 +17,11 @@ from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback
 from self_healing.healers.numerics.diagnosis import diagnose_rise, diagnose_stillness
+from self_healing.healers.numerics.healer import try_older_checkpoints
+from self_healing.healers.numerics.learning_rate import try_rates
 from self_healing.hf.experiments import EarlierSteps
 from self_healing.hf.state import LiveState
 from self_healing.hf.step import Window
-from self_healing.numerics.rate_trial import try_rates
-from self_healing.numerics.resume_trial import try_older_checkpoints
 from self_healing.rollback.ring import SnapshotRing
 from self_healing.rollback.rollback import Rollback, Target
 from self_healing.rollback.snapshots import Snapshot

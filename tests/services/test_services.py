@@ -55,7 +55,7 @@ from self_healing import (
 )
 from self_healing.failures.retry import Retry, RetryPolicy, may_pass, retry_after
 from self_healing.healers.assembly import assemble
-from self_healing.services.reporting import Reporting
+from self_healing.healers.services import Reporting
 
 
 DROP = "drop"  # the connection is closed without an answer

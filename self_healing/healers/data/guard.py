@@ -1,27 +1,27 @@
-"""
-Calls code of the data, and decides about what it raises: tried again, a fault of the sample, or raised as it is.
-
-Guards stand where the exception comes from, in the data loader or its workers: further up it would end the generator
-of the loader. They know no trainer, can be pickled, and only pass calls on as long as nothing raises.
-"""
+"""Calls the user's code for samples; counts, retries and replaces those that raise."""
 
 from __future__ import annotations
 
+import copy
 import errno
+import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch.utils.data import get_worker_info
 
-from ...data.sample_names import SampleName
 from ...failures.classify import classify_exception, is_error
 from ...failures.recipes import FailureType
-from .quarantine import KnownBadSamples
+from .quarantine import BadSample, KnownBadSamples, SampleName
 
 
 logger = logging.getLogger("self_healing")
+
+
+# ---- guard ----
+
 
 T = TypeVar("T")
 
@@ -193,3 +193,92 @@ def may_be_the_sample(error: BaseException) -> bool:
             return True
         cause = cause.__cause__
     return False
+
+
+# ---- proxy: an object that takes the place of another one ----
+
+
+class Proxy:
+    """Reads and sets its attributes on the object it wraps, except for those that a subclass declares as its own."""
+
+    _own: frozenset[str] = frozenset()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in type(self)._own or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in type(self)._own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.wrapped, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+# ---- copies: copies of samples: datasets and collators may change what they are given in place ----
+
+
+def shallow_copy(sample: Any) -> Any:
+    """Copies a sample whose entries may be taken out or replaced; returns itself if it cannot be copied."""
+    if type(sample) is dict:
+        return sample.copy()
+    if not isinstance(sample, Mapping | list):
+        return sample
+    try:
+        return copy.copy(sample)
+    except Exception:
+        return sample
+
+
+def copies_of(samples: Any) -> Any:
+    """Copies each sample of a list."""
+    return [shallow_copy(sample) for sample in samples] if isinstance(samples, list) else shallow_copy(samples)
+
+
+# ---- substitutes: samples that take the place of bad ones ----
+
+
+class Supply(Protocol):
+    """Source of substitutes for the collator: the guarded dataset or stream."""
+
+    def substitutes(self, name: SampleName) -> Iterator[tuple[SampleName, Any]]:
+        """Yields samples to take the place of another one, with their names, in an order that depends on it alone."""
+
+    def refuse(self, name: SampleName, sample: Any) -> None:
+        """Gives back a substitute that is not used."""
+
+    def describe(self, name: SampleName) -> dict[str, Any]:
+        """The fields of a [`BadSample`] that say where a sample is."""
+
+
+def candidates(index: int, length: int, seed: int) -> Iterator[int]:
+    """
+    Yields the indices of samples that may replace another one: the same in every worker, process and epoch, and drawn
+    from no generator that training draws from.
+    """
+    given = {index % length}
+    # Each try finds a new one with at least the share that is left; some more than that end in order.
+    for attempt in range(20 * MAX_BAD_IN_A_ROW):
+        digest = hashlib.blake2b(f"{seed}:{index}:{attempt}".encode(), digest_size=8).digest()
+        candidate = int.from_bytes(digest, "big") % length
+        if candidate not in given:
+            given.add(candidate)
+            yield candidate
+    for candidate in range(length):
+        if candidate not in given:
+            yield candidate
+
+
+def no_substitute(bad: Sequence[BadSample]) -> DataSourceError:
+    """The exception for a sample, the first one given, none of whose substitutes can be used."""
+    last = "; ".join(str(sample) for sample in bad[-3:])
+    return DataSourceError(
+        f"{bad[0]}, and none of the {len(bad) - 1} samples tried in its place can be used either: it is not the "
+        f"samples but the code or the storage they come through. The last ones: {last}."
+    )

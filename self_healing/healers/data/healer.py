@@ -12,22 +12,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...data.bad_sample import BadSample
-from ...data.collator import GuardedCollator
-from ...data.quarantine import QUARANTINE_FILE, Quarantine, dataset_fingerprint, why_not_appendable
-from ...data.sample_names import describe_name
 from ...failures.recipes import Action, FailureType
 from ...failures.retry import RetryPolicy
 from ...hf.adapter import Instrument
 from ...hf.dataloader import TrainingLoader
-from ...inspection.columns import digest_of
 from ...journal.incident import Incident
 from ...run.healer import Claim, Healer, HealingContext
 from ...run.run import RunContext
 from ...system import processes
-from .datasets import GuardedDataset
+from ..inspection import digest_of
+from .datasets import GuardedCollator, GuardedDataset
 from .guard import DataSourceError, Guard
-from .quarantine import KnownBadSamples
+from .quarantine import (
+    QUARANTINE_FILE,
+    BadSample,
+    KnownBadSamples,
+    Quarantine,
+    dataset_fingerprint,
+    describe_name,
+    why_not_appendable,
+)
 from .streams import GuardedStream
 
 

@@ -1,22 +1,118 @@
-"""Bad samples of one data set, shared by the processes that load it."""
+"""Samples and rows that are bad: their names, what is wrong with them, where they are written down."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import re
+import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ...data.bad_sample import BadSample
-from ...data.sample_names import SampleName
+import torch
+from transformers import TrainingArguments
+
+from ...config.healing_config import HealingConfig
 from ...failures.classify import describe_exception
+from ...failures.recipes import Action, text_of
+from ...hf.batches import content_hash, row_text
+from ...hf.dataloader import RowSource
+from ...hf.step import Window
+from ...run.healer import CarryOut, HealingContext
 from ...system.files import append_line, parse_lines
 
 
 logger = logging.getLogger(__name__)
+
+
+# ---- bad sample: one sample that cannot be used, as it is journalled and written down ----
+
+
+PREVIEW_LENGTH = 200
+
+
+@dataclass(frozen=True, slots=True)
+class BadSample:
+    """One sample that cannot be used."""
+
+    problem: str
+    error_type: str
+    error: str
+    raised_at: str | None = None
+    dataset_index: int | None = None
+    shard: int | None = None
+    stream_ordinal: int | None = None
+    stage: int | None = None
+    preview: str | None = None
+    attempts: int = 2
+    replaced_by: int | None = None
+    worker: int | None = None
+    text_hash: str | None = None
+
+    @classmethod
+    def with_problem(cls, problem: Problem, **fields: Any) -> BadSample:
+        """A sample that raises nothing and cannot be trained on."""
+        return cls(problem.name, "", problem.text, **fields)
+
+    @classmethod
+    def that_raised(cls, problem: str, error: BaseException, **fields: Any) -> BadSample:
+        """A sample that raised, with type, message and place of the exception."""
+        trace = traceback.extract_tb(error.__traceback__)
+        raised_at = f"{trace[-1].filename}:{trace[-1].lineno}" if trace else None
+        return cls(problem, type(error).__name__, text_of(error)[:500], raised_at, **fields)
+
+    @property
+    def name(self) -> SampleName:
+        """Name it is known by."""
+        if self.dataset_index is not None:
+            return self.dataset_index
+        if self.stream_ordinal is None:
+            # Unknown where it is: told from others by what it looks like.
+            return f"?:{self.text_hash or content_name(self.preview, self.error)}"
+        stage = "" if self.stage is None else f"@{self.stage}"
+        return f"{self.shard}:{self.stream_ordinal}{stage}"
+
+    @property
+    def why(self) -> str:
+        """Reason it cannot be used, in a line."""
+        return ": ".join(part for part in (self.error_type, self.error) if part)
+
+    def without_text(self) -> BadSample:
+        """Leaves out its text, and that of what was raised, which may quote it."""
+        if self.text_hash is not None:
+            return self
+        # Without a type, the text is our own.
+        error = "" if self.error_type else self.error
+        return replace(self, preview=None, error=error, text_hash=content_name(self.preview, self.error))
+
+    def __str__(self) -> str:
+        return f"{describe_name(self.name)} ({self.why[:PREVIEW_LENGTH]})"
+
+
+def content_name(*parts: str | None) -> str:
+    """Hashes what is known of something to a short name."""
+    return hashlib.sha256("\0".join(str(part) for part in parts).encode()).hexdigest()[:12]
+
+
+def preview_of(sample: Any) -> str | None:
+    """Shows the first characters of a sample's text, or of its `repr`."""
+    try:
+        if isinstance(sample, Mapping):
+            for key in ("text", "prompt", "messages", "content", "question", "instruction", "completion"):
+                if key in sample:
+                    return str(sample[key])[:PREVIEW_LENGTH]
+        return repr(sample)[:PREVIEW_LENGTH]
+    except Exception:
+        return None
+
+
+# ---- known bad samples: bad samples of one data set, shared by the processes that load it ----
+
 
 # Why a row is not used that a step has failed for, and not the data.
 POISON = "it makes a step non-finite"
@@ -151,3 +247,284 @@ class KnownBadSamples:
 def row_key(row: Mapping[str, Any]) -> str:
     """Key that tells a row from all others."""
     return ":".join(str(row.get(name)) for name in ("content_hash", "dataset_index", "segment", "stream_ordinal"))
+
+
+# ---- sample names: names of samples: an index, or `shard:ordinal@stage` in a stream ----
+
+
+SampleName = int | str
+
+
+def describe_name(name: SampleName) -> str:
+    """Says a name in words."""
+    if isinstance(name, int):
+        return f"sample {name}"
+    shard, _, rest = name.partition(":")
+    if shard == "?":
+        return "a sample of the stream"
+    return f"sample {rest.partition('@')[0]} of shard {shard}"
+
+
+def place(name: str) -> dict[str, Any]:
+    """Reads shard, ordinal and stage from a name; from that of several mapped together, those of the first."""
+    found = re.match(r"(\d+):(\d+)(?:_.*?)?(?:@(\d+))?$", name)
+    if found is None:
+        return {"shard": None, "stream_ordinal": None}
+    shard, ordinal, stage = found.groups()
+    place = {"shard": int(shard), "stream_ordinal": int(ordinal)}
+    return place if stage is None else place | {"stage": int(stage)}
+
+
+def is_simple(key: Any) -> bool:
+    """Whether a name is that of one sample, and neither unknown nor that of several that were mapped together."""
+    return re.fullmatch(r"\d+:\d+", str(key)) is not None
+
+
+# ---- problems ----
+
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Defect of a sample that can be loaded and collated, and cannot be trained on."""
+
+    name: str
+    text: str
+
+
+EMPTY = Problem("empty", "a sequence of length 0")
+NO_LABELS = Problem("no_labels", "all labels are -100: none of its tokens counts")
+
+
+def find_problem(sample: Any) -> Problem | None:
+    """Finds what is wrong with a sample as the dataset gives it; called for each one that is loaded."""
+    # A dictionary is known at once; abstract classes are asked for in twice the time.
+    if type(sample) is not dict and not isinstance(sample, Mapping):
+        return None
+    if _is_empty(sample.get("input_ids")):
+        return EMPTY
+    return None
+
+
+def _is_empty(ids: Any) -> bool:
+    if isinstance(ids, (list, tuple)):
+        return not ids
+    shape = getattr(ids, "shape", None)
+    return shape is not None and len(shape) > 0 and shape[-1] == 0
+
+
+def has_no_labels(batch: Any) -> bool:
+    """Whether none of the tokens of a batch counts in the loss."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.ndim < 2 or labels.numel() == 0:
+        return False
+    if labels.is_floating_point() or labels.device.type != "cpu":
+        # On a device, asking would make the host wait for it.
+        return False
+    return int(labels.max()) == IGNORED_LABEL
+
+
+def comes_without_labels(sample: Any) -> bool:
+    """Whether a sample has labels of its own, all of them masked, before any collator has drawn which ones count."""
+    labels = sample.get("labels") if isinstance(sample, Mapping) else None
+    if labels is None:
+        return False
+    try:
+        return bool((torch.as_tensor(labels) == IGNORED_LABEL).all())
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+# ---- quarantine ----
+
+
+QUARANTINE_FILE = "quarantine.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantinedRow:
+    """One row that makes a step non-finite by itself."""
+
+    dataset_index: int | None
+    segment: int | None
+    stream_ordinal: int | None
+    content_hash: str
+    prompt: str | None
+    preview: str | None
+    micro_batch: int
+    row: int
+
+
+class Quarantine:
+    """Rows and samples that a run does not use any more, also after it was resumed from a checkpoint."""
+
+    def __init__(self, directory: Path, keep_text: bool = True) -> None:
+        self.path = directory / QUARANTINE_FILE
+        self._keep_text = keep_text
+        self.seen: set[str] = set()
+        # By the fingerprint of the data set, and by name: why, and the step in which a row was dropped first.
+        self.blocked: dict[str, dict[SampleName, str]] = {}
+        self._dropped_in: dict[str, dict[SampleName, int]] = {}
+        self.known: KnownBadSamples | None = None
+        # By the epoch: a digest of the row that a stream began with.
+        self.first_rows: dict[int, bytes | None] = {}
+        # Tells the other ranks, when all of them meet the next time.
+        self.tell: Callable[[Callable[[], Mapping[str, Any]]], None] = lambda record: None
+
+    def watch(self, run: str, fingerprint: str, rank: int = 0, step: int | None = None) -> KnownBadSamples:
+        """Begins to keep the bad samples of a data set."""
+        blocked = self.blocked.setdefault(fingerprint, {})
+        dropped_in = self._dropped_in.setdefault(fingerprint, {})
+        for name in [name for name, at in dropped_in.items() if step is not None and at >= step]:
+            blocked.pop(name, None)
+            del dropped_in[name]
+        self.known = KnownBadSamples(self.path, run, fingerprint, blocked, rank, self._keep_text, dropped_in)
+        self.known.read_new_lines(before=step)
+        # They are written down already.
+        self.seen |= self.known.ahead
+        return self.known
+
+    def add(self, rows: Iterable[QuarantinedRow], step: int, epoch: float | None, incident: str) -> None:
+        """Writes rows down. A file that cannot be written is reported, not raised."""
+        lines, blocked, keys = [], list[tuple[SampleName, str, int | None]](), list[str]()
+        known = self.known
+        of_the_run = {} if known is None else {"run": known.run, "fingerprint": known.fingerprint, "rank": known.rank}
+        for row in rows:
+            if known is not None and row.dataset_index is not None and row.segment is None:
+                known.blocked.setdefault(row.dataset_index, POISON)
+                known.dropped_in.setdefault(row.dataset_index, step)
+                blocked.append((row.dataset_index, POISON, step))
+            key = row_key(asdict(row))
+            if key in self.seen:
+                continue
+            self.seen.add(key)
+            keys.append(key)
+            line = {"time": time.time(), "incident": incident, "step": step, "epoch": epoch, **asdict(row)}
+            lines.append(line | of_the_run)
+        self._share(blocked, keys)
+        try:
+            for line in lines:
+                append_line(str(self.path), line)
+        except OSError:
+            logger.warning("%s could not be written; the rows were dropped all the same.", self.path, exc_info=True)
+
+    # ---- the other ranks ----
+
+    def share(self, samples: Iterable[BadSample]) -> None:
+        """Tells the other ranks of samples that this one has found, so that none of them uses them."""
+        self._share([(sample.name, sample.why, None) for sample in samples])
+
+    def _share(self, blocked: Sequence[tuple[SampleName, str, int | None]], keys: Sequence[str] = ()) -> None:
+        known = self.known
+        if known is not None and (blocked or keys):
+            record = {"fingerprint": known.fingerprint, "blocked": blocked, "seen": keys}
+            self.tell(lambda: record)
+
+    def take_in(self, rank: int, record: Mapping[str, Any]) -> None:
+        """Takes in what another rank does not use any more: whichever rank draws it next leaves it out."""
+        blocked = self.blocked.setdefault(record["fingerprint"], {})
+        dropped_in = self._dropped_in.setdefault(record["fingerprint"], {})
+        for name, why, step in record["blocked"]:
+            blocked.setdefault(name, why)
+            if step is not None:
+                dropped_in.setdefault(name, step)
+        self.seen.update(record["seen"])
+
+    def state_dict(self) -> dict[str, Any]:
+        blocked = {name: [[*entry] for entry in names.items()] for name, names in self.blocked.items() if names}
+        dropped_in = {name: [[*entry] for entry in steps.items()] for name, steps in self._dropped_in.items() if steps}
+        return {"seen": sorted(self.seen), "blocked": blocked, "dropped_in": dropped_in}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.seen = set(state["seen"])
+        # Written by an earlier version of the library, it holds no samples.
+        for fingerprint, entries in state.get("blocked", {}).items():
+            self.blocked.setdefault(fingerprint, {}).update({name: why for name, why in entries})
+        for fingerprint, entries in state.get("dropped_in", {}).items():
+            self._dropped_in.setdefault(fingerprint, {}).update({name: step for name, step in entries})
+
+
+def dataset_fingerprint(dataset: Any) -> str:
+    """Fingerprint of a data set: where it is the same, an index names the same sample."""
+    own = getattr(dataset, "_fingerprint", None)
+    if isinstance(own, str):
+        return own
+    try:
+        length: int | None = len(dataset)
+    except Exception:
+        length = None
+    return f"{type(dataset).__module__}.{type(dataset).__qualname__}:{length}"
+
+
+def why_not_appendable(path: Path) -> OSError | None:
+    """Tries whether a file can be appended to, and returns the error if not; leaves nothing behind."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
+        else:
+            # Not the file itself: another process may be the one that creates it.
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        return error
+    return None
+
+
+# ---- rows: writes rows of a step that are to blame to the quarantine file, with where in the data they come from ----
+
+
+class RowQuarantine:
+    """Writes down the rows that a diagnosis names."""
+
+    def __init__(self, config: HealingConfig, quarantine: Quarantine) -> None:
+        self.config = config
+        self._quarantine = quarantine
+
+    def table(self) -> dict[Action, CarryOut]:
+        """Maps the action to the method that carries it out."""
+        return {Action.QUARANTINE_ROWS: self._quarantine_rows}
+
+    def _quarantine_rows(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        window, diagnosis, trainer = context.step_in_hand, context.diagnosis, context.running.trainer
+        if diagnosis is None:
+            raise ValueError("quarantine_rows needs the diagnosis that names the rows")
+        keep_text = self.config.quarantine_text
+        rows = quarantined_rows(window, diagnosis.poison, trainer.processing_class, keep_text)
+        self._quarantine.add(rows, window.step, window.epoch, context.incident.id)
+        context.incident.evidence["rows"] = [
+            {"dataset_index": row.dataset_index, "content_hash": row.content_hash, "prompt": row.prompt}
+            for row in rows
+        ]
+        return {"rows": context.incident.evidence["rows"], "file": str(self._quarantine.path)}
+
+
+def quarantined_rows(
+    window: Window, poison: Mapping[int, list[int]], tokenizer: Any, keep_text: bool = True
+) -> list[QuarantinedRow]:
+    """Describes the rows to be dropped with all that is known; without their text, if that is not to be kept."""
+    rows = []
+    for index, bad in poison.items():
+        layout, batch = window.layout(index), window.prepared[index]
+        sources = window.sources(index)
+        if layout is None:
+            continue
+        for row in bad:
+            source = sources[row] if row < len(sources) else RowSource()
+            prompt_keys = ("prompt_ids", "prompt_input_ids") if window.objective.online and keep_text else ()
+            text_keys = ("input_ids", "completion_ids", "prompt_ids") if keep_text else ()
+            text = row_text(batch, layout, row, tokenizer, text_keys) if text_keys else None
+            rows.append(
+                QuarantinedRow(
+                    dataset_index=source.dataset_index,
+                    segment=source.segment,
+                    stream_ordinal=source.stream_ordinal,
+                    content_hash=content_hash(batch, layout, row),
+                    prompt=row_text(batch, layout, row, tokenizer, prompt_keys) if prompt_keys else None,
+                    preview=None if text is None else text[:200],
+                    micro_batch=index,
+                    row=row,
+                )
+            )
+    return rows

@@ -16,19 +16,16 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from ...data.bad_sample import BadSample
-from ...data.problems import find_problem
-from ...data.proxy import Proxy
-from ...data.sample_names import SampleName, describe_name, place
-from .guard import Guard, LetPass, worker_id
+from .guard import Guard, LetPass, Proxy, worker_id
+from .quarantine import BadSample, SampleName, describe_name, find_problem, place
 from .sources import SourceReader
 
 
 try:
-    from ...data.hugging_face import guarding
+    from . import hugging_face
 except ImportError:
     # Not installed, or its parts have other names: streams are guarded from the outside.
-    guarding = None  # type: ignore[assignment]
+    hugging_face = None  # type: ignore[assignment]
 
 
 class GuardedStream(Proxy, IterableDataset):  # type: ignore[type-arg]
@@ -84,7 +81,7 @@ class LiveStream:
     def __init__(self, dataset: Any, guard: Guard) -> None:
         self._dataset = dataset
         self._guard = guard
-        self._tracked = guarding.guarded(dataset, guard) if guarding is not None else None
+        self._tracked = hugging_face.guarded(dataset, guard) if hugging_face is not None else None
         self._reading = SourceReader(self._open, guard, self._where, self._advance_by, apart=self._is_apart)
         self._back: deque[tuple[SampleName, Any]] = deque()
         self._begun = False
@@ -167,7 +164,7 @@ class LiveStream:
         """Opens the stream where it says it stands; `None` if it does not say."""
         if self._tracked is not None:
             state = self._tracked.dataset.state_dict()
-            self._tracked = guarding.guarded(self._dataset, self._guard)
+            self._tracked = hugging_face.guarded(self._dataset, self._guard)
             if self._tracked is None:
                 return None
             self._tracked.dataset.load_state_dict(state)

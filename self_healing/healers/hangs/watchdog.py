@@ -1,9 +1,10 @@
-"""Notices that training hangs, writes down where, and gets it moving again: a thread beside the training thread."""
+"""Notices a part of a step that takes far too long, interrupts it, or ends the process."""
 
 from __future__ import annotations
 
 import contextvars
 import functools
+import json
 import logging
 import os
 import signal
@@ -12,16 +13,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from ...config.healing_config import HealingConfig
 from ...failures.recipes import Action, FailureType, Interruption
-from ...hangs.bounded import within
-from ...hangs.collectives import collective_in
-from ...hangs.exits import HangExits
-from ...hangs.stacks import current_frames, line_of, user_line_of, worker_line_in, write_stacks
-from ...hangs.working import compiles, processor_seconds
 from ...hf.dataloader import end_awaited_workers
 from ...hf.sections import BETWEEN, Heartbeat, Section
 from ...journal.incident import Incident
@@ -29,11 +26,45 @@ from ...journal.journal import Journal
 from ...ranks.messages import Failure, Position, behind, where_all_are, where_all_wait
 from ...ranks.session import OtherRanks
 from ...run.healer import Claim, claim_for
-from ...system.processes import EXIT_FOR_RESTART, restarts_on_exit
-from .threads import WakeSignal, own_signals
+from ...system.files import replace_file
+from ...system.processes import EXIT_FOR_RESTART, launch_of, restarts_on_exit
+from .threads import (
+    WakeSignal,
+    collective_in,
+    compiles,
+    current_frames,
+    line_of,
+    own_signals,
+    processor_seconds,
+    user_line_of,
+    worker_line_in,
+    write_stacks,
+)
 
 
 logger = logging.getLogger("self_healing")
+
+
+# ---- bounded: work of a thread that must not wait for it for ever: on disks and services that may hang as well ----
+
+
+def within(seconds: float, work: Callable[[], Any]) -> None:
+    """Does something that touches disks or services, and goes on without it where they hang, or where it fails."""
+    context = contextvars.copy_context()
+
+    def do() -> None:
+        try:
+            context.run(work)
+        except Exception:
+            logger.exception("The response to a hang failed.")
+
+    thread = threading.Thread(target=do, name="self_healing watchdog's hand", daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+# ---- watchdog ----
+
 
 # How often is looked, in seconds; more often where the shortest hang is short.
 _POLL = 1.0
@@ -581,3 +612,55 @@ class Watchdog:
 
 
 _bounded = functools.partial(within, _BOUND)
+
+
+# ---- exits: keeps the exits of a job because of hangs for its next process: where it hung, and for how long ----
+
+
+HANGS_FILE = "healing_hangs.json"
+# A job that was ended more often than that is told by the newest times.
+_KEPT = 50
+
+
+class HangExits:
+    """
+    The exits of one job because of hangs, in the run directory: what was no hang but slow must not end it each time.
+    """
+
+    def __init__(self, directory: Path, rank: int = 0) -> None:
+        self.path = directory / (HANGS_FILE if rank == 0 else f"healing_hangs.rank{rank}.json")
+        self._exits: list[dict[str, Any]] = []
+
+    def read(self, config: HealingConfig) -> dict[str, float]:
+        """Reads what earlier processes of the same job left."""
+        if not (launch_of().started_again or config.launcher_restarts == "yes"):
+            # Of another run in the same directory.
+            return {}
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            exits: list[dict[str, Any]] = [
+                {"step": int(entry["step"]), "section": str(entry["section"]), "seconds": float(entry["seconds"])}
+                for entry in content["exits"]
+            ]
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+            logger.warning("%s cannot be read (%s); how long parts of a step took is learned again.", self.path, error)
+            return {}
+        self._exits = exits
+        longest: dict[str, float] = {}
+        for entry in exits:
+            longest[entry["section"]] = max(longest.get(entry["section"], 0.0), entry["seconds"])
+        return longest
+
+    def has_left(self, step: int, section: str) -> bool:
+        """Whether a process of this job was ended at this place before."""
+        return any(entry["step"] == step and entry["section"] == section for entry in self._exits)
+
+    def note_exit(self, step: int, section: str, seconds: float) -> None:
+        """Writes down where the process is about to be ended, and after how many seconds without a sign of life."""
+        exits = [*self._exits, {"step": step, "section": section, "seconds": seconds}][-_KEPT:]
+        try:
+            replace_file(self.path, json.dumps({"exits": exits}))
+        except OSError as error:
+            logger.warning("%s cannot be written (%s): the next process knows nothing of this hang.", self.path, error)

@@ -1,16 +1,23 @@
-"""ZClip: a gradient whose norm stands out from the last ones is clipped as a whole."""
+"""ZClip (https://arxiv.org/abs/2504.02507): clips a gradient by the norms usual in the run."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from torch import Tensor, nn
 
+from ...config.healing_config import HealingConfig
 from ...config.schema import ConfigurationError
-from ...detectors.norm_statistics import ZClipStatistic
+from ...hf.objective import StepSignals
 from ...hf.state import Parameters, scale_gradients, tensors_of, total_gradient_norm, whole
+from ...hf.step import Window
+
+
+# ---- zclip: zClip: a gradient whose norm stands out from the last ones is clipped as a whole ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +131,163 @@ class ZClip:
                 The state. The settings are not in it: they are those this object was made with.
         """
         self.statistic.load_state_dict(state)
+
+
+# ---- step clipping ----
+
+
+class StepClipping:
+    """Clips the gradient of a step by what is usual in the run, after the Trainer's own clipping."""
+
+    def __init__(self, config: HealingConfig) -> None:
+        self.config = config
+        self._largest_z: float | None = None
+        self._clipped = self._would_clip = 0
+        # A step that is done again, after an exception before its update, has the limit it had.
+        self._step = -1
+        self._limit: float | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what norm was usual: that of other parameters."""
+        config = self.config
+        self._zclip = ZClip(config.zclip_z, config.zclip_decay, config.zclip_warmup_steps)
+
+    def apply(self, window: Window, signals: StepSignals, ceiling: float, may_clip: bool = True) -> None:
+        """Takes in a step that is about to be applied, and clips its gradient in mode `"clip"`."""
+        if not signals.grad_norm:
+            return
+        self.take_in(signals)
+        norm = min(signals.grad_norm, ceiling)
+        if self._limit is not None and self._limit < norm:
+            self._would_clip += 1
+            if self.config.zclip_mode == "clip" and may_clip:
+                self._clipped += 1
+                window.scale_gradients(self._limit / norm)
+
+    def take_in(self, signals: StepSignals) -> None:
+        """Shows the statistic a step; one that it has seen already has the limit it had."""
+        if not signals.grad_norm or signals.step == self._step:
+            return
+        result = self._zclip.decide(signals.grad_norm)
+        self._step, self._limit = signals.step, result.limit
+        if result.z is not None:
+            self._largest_z = result.z if self._largest_z is None else max(self._largest_z, result.z)
+
+    def metrics(self) -> dict[str, float]:
+        """What was seen since it was last asked for: largest z, and how many steps were clipped, and would be."""
+        if not self.config.healing_metrics:
+            return {}
+        found: dict[str, float] = {}
+        if self._largest_z is not None:
+            found = {
+                "healing/zclip_z": self._largest_z,
+                "healing/zclip_clipped": float(self._clipped),
+                "healing/zclip_would_clip": float(self._would_clip),
+            }
+        self._largest_z = None
+        self._clipped = self._would_clip = 0
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"zclip": self._zclip.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._zclip.load_state_dict(state["zclip"])
+
+
+# ---- norm statistics ----
+
+
+# float32 ends at 3.4e38, so no real norm is larger. From 1e154 on the square of a norm is no finite double any more,
+# and one such value would leave an infinite variance behind, in which nothing stands out again.
+_LARGEST_NORM = 1e150
+
+
+@dataclass(frozen=True, slots=True)
+class ClipDecision:
+    """Decision about one gradient norm."""
+
+    limit: float | None = None
+    z: float | None = None
+    mean: float | None = None
+    std: float | None = None
+
+
+class ZClipStatistic:
+    """Running mean and variance of the gradient norm, and the norm that an outlier is clipped to (ZClip)."""
+
+    def __init__(
+        self,
+        z_threshold: float = 2.5,
+        ema_decay: float = 0.97,
+        warmup_steps: int = 25,
+        std_floor: float = 0.01,
+    ) -> None:
+        _require(0 < z_threshold < math.inf, "z_threshold", z_threshold, "a finite number above 0", 2.5)
+        _require(0 < ema_decay < 1, "ema_decay", ema_decay, "above 0 and below 1", 0.97)
+        _require(warmup_steps >= 2, "warmup_steps", warmup_steps, "at least 2", 25)
+        _require(0 < std_floor < math.inf, "std_floor", std_floor, "a finite number above 0", 0.01)
+        self.z_threshold = z_threshold
+        self.ema_decay = ema_decay
+        self.warmup_steps = warmup_steps
+        self.std_floor = std_floor
+        self.mean: float | None = None
+        self.variance: float | None = None
+        self._norms: list[float] = []
+
+    def observe(self, grad_norm: float) -> ClipDecision:
+        """Judges one gradient norm and takes what remains of it into the statistic."""
+        if not 0 <= grad_norm <= _LARGEST_NORM:  # false for NaN
+            return ClipDecision(mean=self.mean, std=self.std)
+        if self.mean is None or self.variance is None:
+            self._collect(grad_norm)
+            return ClipDecision()
+
+        mean, std = self.mean, self._floored_std(self.mean, self.variance)
+        if std == 0:
+            # Only norms of 0 so far: no scale to judge by, and clipping to 0 would keep it that way for ever.
+            z = limit = None
+        else:
+            z = (grad_norm - mean) / std
+            limit = mean + self.z_threshold * self.z_threshold / z * std if z > self.z_threshold else None
+        # The mean first, then the variance around the new mean.
+        taken = grad_norm if limit is None else limit
+        self.mean = self.ema_decay * mean + (1 - self.ema_decay) * taken
+        deviation = taken - self.mean
+        self.variance = self.ema_decay * self.variance + (1 - self.ema_decay) * deviation * deviation
+        return ClipDecision(limit, z, mean, std)
+
+    @property
+    def std(self) -> float | None:
+        """The standard deviation that the next norm will be judged by, floored; `None` during warm-up."""
+        if self.mean is None or self.variance is None:
+            return None
+        return self._floored_std(self.mean, self.variance)
+
+    def _floored_std(self, mean: float, variance: float) -> float:
+        return max(math.sqrt(variance), self.std_floor * mean)
+
+    def _collect(self, grad_norm: float) -> None:
+        self._norms.append(grad_norm)
+        if len(self._norms) >= self.warmup_steps:
+            mean = fmean(self._norms)
+            self.mean, self.variance = mean, fmean((norm - mean) * (norm - mean) for norm in self._norms)
+            self._norms = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state, ready for JSON, which gives back exactly the same numbers."""
+        return {"norms": list(self._norms), "mean": self.mean, "variance": self.variance}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up the state that [`ZClipStatistic.state_dict`] gave."""
+        self._norms = list(state["norms"])
+        self.mean, self.variance = state["mean"], state["variance"]
+
+
+def _require(met: bool, name: str, value: object, allowed: str, default: object) -> None:
+    if not met:
+        raise ConfigurationError(
+            f"`{name}` is {value!r}, but must be {allowed}. Please change it, or leave it out for the default, "
+            f"{default!r}."
+        )

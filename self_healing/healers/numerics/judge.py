@@ -1,30 +1,35 @@
-"""Judges one optimizer step from top to bottom: whether it is fit to be applied, and if not, who heals it."""
+"""Judges one step from top to bottom, and hands it to who heals it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 
+from ...failures.classify import describe_exception
+from ...failures.recipes import Action, Cause, FailureType, TrainingFault, UnrecoverableTrainingError
+from ...hf.memory import free_memory, is_out_of_memory, let_go, memory_figures
 from ...hf.objective import StepSignals
 from ...hf.step import Window
-from ...numerics.damaged_checkpoint import DamagedCheckpointHealer
-from ...numerics.memory_while_healing import MemoryWhileHealing
-from ...numerics.nonfinite import NonfiniteHealer
-from ...numerics.observer import StepObserver
-from ...numerics.red_flags import RedFlagHealer
-from ...numerics.spikes import SpikeHealer
-from ...numerics.untrained_run import UntrainedRunHealer
+from ...journal.incident import Incident
 from ...ranks import votes
 from ...rollback.rollback import Rollback
 from ...run.healer import Healer, HealingContext
 from ...run.run import RunContext
-from .healer import RollbackClimb
-from .loss import DivergenceHealer
-from .nonfinite import CorruptedStateHealer
+from ...system import processes
+from .healer import DamagedCheckpointHealer, NumericsHealer, RollbackClimb
+from .loss import DivergenceHealer, RedFlagHealer, SpikeHealer, StepObserver
+from .nonfinite import CorruptedStateHealer, NonfiniteHealer
 from .replicas import ReplicaHealer
 from .state import NumericsState
+
+
+logger = logging.getLogger("self_healing")
+
+
+# ---- judge ----
 
 
 class StepJudge(Healer):
@@ -200,3 +205,143 @@ class StepJudge(Healer):
         self.memory.contain(self.corrupted_state.heal_the_end, None, unsound=True)
         if not self.run.instrument.leaving.begun:
             self.untrained_run.stop_unless_trained()
+
+
+# ---- memory while healing: keeps a run going, or ends it, where healing itself runs out of memory ----
+
+
+class MemoryWhileHealing(NumericsHealer):
+    """Does something of ours, with or without the memory for it."""
+
+    def contain(self, heal: Callable[[], None], window: Window | None, unsound: bool = False) -> None:
+        """Does something of ours."""
+        known = len(self.run.journal.incidents)
+        try:
+            heal()
+            return
+        except UnrecoverableTrainingError:
+            raise
+        except Exception as caught:
+            error = self._memory_ran_out(caught)
+            if error is None:
+                raise
+        # Outside of the handler: what the failed attempt held is gone.
+        let_go(error)
+        instrument = self.instrument
+        opened = self.run.journal.incidents[known:]
+        corrupted = any(incident.failure is FailureType.CORRUPTED_STATE for incident in opened)
+        unsound |= corrupted or self.rollback.in_place.displaced
+        unsound |= self.acts and window is not None and not window.sound
+        if not unsound:
+            logger.warning(
+                "Step %d: no memory was left for what self_healing does beside training (%s). The step needs no "
+                "healing and goes on as it is; the next one is watched again.",
+                instrument.view.step,
+                describe_exception(error),
+            )
+            return
+        self._stop_without_memory(error, window, opened)
+
+    def _memory_ran_out(self, error: Exception) -> Exception | None:
+        """The out-of-memory error in which healing has ended; `None` for any other, and where somebody heals it."""
+        if processes.world_size() > 1:
+            # The others wait for this one.
+            return None
+        if isinstance(error, TrainingFault):
+            # Handed to the wrapper, which enters `train()` again.
+            if self.run.attachment.healers.has_claim:
+                return None
+            error = error.error
+        return error if is_out_of_memory(error) else None
+
+    def _stop_without_memory(self, error: Exception, window: Window | None, opened: Sequence[Incident]) -> NoReturn:
+        instrument = self.instrument
+        if window is not None:
+            # No gradient of it is applied, and their memory is there for what is left to do.
+            window.skip(None, keep_buffers=True)
+        free_memory(instrument.view.device)
+        evidence = {
+            "place": "healing",
+            "message": str(error)[:500],
+            "memory": memory_figures(instrument.view.device),
+            "remedy": "Please leave a little more room beside training, which by itself fits: a smaller "
+            "per_device_train_batch_size with more gradient_accumulation_steps, or look for who else uses the device.",
+        }
+        ran_out = self.run.incident(instrument.view.step, "out_of_memory", evidence)
+        ran_out.diagnosed(FailureType.OUT_OF_MEMORY, "out of memory in what self_healing does beside training")
+        own = self.rollback.fall_back()
+        held = "those of the last finished step" if own else "not those of the last finished step, and are not saved"
+        wrong = ", ".join(each.cause for each in opened if each.cause != Cause.UNKNOWN) or "the step is not sound"
+        context = HealingContext(ran_out.incident, instrument, window)
+        context.verdict = (
+            f"memory ran out, twice, while self_healing looked into something that was wrong ({wrong}); without that "
+            f"the weights would have been lost. They are {held}"
+        )
+        self.numerics.policy.reset()
+        if own:
+            self.actions.apply(Action.EMERGENCY_CHECKPOINT, context, self.args)
+        context.error = error
+        self.actions.apply(Action.STOP, context, self.args)
+        raise AssertionError("the last of these actions raises")
+
+
+# ---- untrained run ----
+
+
+# Share of a run's steps that have to be in its weights at its end.
+_LEAST_TRAINED = 0.5
+# So many steps in a row that an engine of its own has left out are no bad batches.
+_SKIPPED_IN_A_ROW = 20
+
+
+class UntrainedRunHealer(NumericsHealer):
+    """Counts the steps of a run that an engine of its own leaves out, and looks at its end how much was trained."""
+
+    def __init__(
+        self, run: RunContext, numerics: NumericsState, rollback: Rollback, damaged: DamagedCheckpointHealer
+    ) -> None:
+        super().__init__(run, numerics, rollback)
+        self._damaged = damaged
+        self._skipped = range(0)
+
+    def note_skipped(self, step: int) -> None:
+        """Takes in a step that an engine of its own has left out."""
+        self.numerics.missing.left_out(step)
+        since = self._skipped.start if step in (self._skipped.stop, self._skipped.stop - 1) else step
+        self._skipped = range(since, step + 1)
+
+    def stop_unless_training(self, step: int) -> None:
+        """Ends a run whose engine leaves out one step after the other: it would do so until the end."""
+        skipped = self._skipped
+        if len(skipped) < _SKIPPED_IN_A_ROW or step > skipped.stop:
+            return
+        evidence = {"steps": skipped.stop, "skipped_in_a_row": len(skipped)}
+        verdict = (
+            f"every step is skipped: DeepSpeed has left out all {len(skipped)} since step {skipped.start}, because "
+            "loss or gradient was not finite, and nothing is trained any more"
+        )
+        with self.run.incident(step, "steps_missing", evidence) as opened:
+            opened.diagnosed(FailureType.NOT_TRAINED, "every step is skipped")
+            context = HealingContext(opened.incident, self.instrument, self.instrument.window, verdict=verdict)
+            self.actions.apply((Action.STOP,), context, self.args)
+
+    def stop_unless_trained(self) -> None:
+        """
+        At the end of the run: one most of whose steps are not in the weights, or none of those since it was resumed,
+        has failed, however well it seems to have come to its end.
+        """
+        instrument, step = self.instrument, self.instrument.view.step
+        missing = self.numerics.missing
+        trained, since = missing.trained(step), step - missing.entry_step
+        none_since = since > 0 and trained <= missing.trained_at_entry
+        if trained >= _LEAST_TRAINED * step and not none_since:
+            return
+        evidence = {"steps": step, "trained": trained, "since_entry": since}
+        of_these = f", none of the {since} since step {missing.entry_step} among them" if none_since else ""
+        verdict = f"the run has come to its end, but only {trained} of its {step} steps are in the weights{of_these}"
+        with self.run.incident(step, "steps_missing", evidence) as opened:
+            opened.diagnosed(FailureType.NOT_TRAINED, "most steps are not in the weights")
+            context = HealingContext(opened.incident, instrument, instrument.window, verdict=verdict)
+            if none_since:
+                self._damaged.suspect(context)
+            self.actions.apply((Action.STOP,), context, self.args)

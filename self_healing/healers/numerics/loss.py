@@ -1,21 +1,31 @@
-"""Heals a loss that rises and stays up, and a gradient that is gone."""
+"""Spikes, divergence, a loss or a metric that alarms."""
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Mapping
 from statistics import median
+from typing import Any
 
-from ...failures.recipes import INSPECTIONS, Action, Cause, FailureType
+from ...failures.recipes import INSPECTIONS, Action, Cause, FailureType, Symptom
+from ...hf.objective import StepSignals
 from ...hf.step import Window
-from ...numerics.damaged_checkpoint import DamagedCheckpointHealer
-from ...numerics.healer import NumericsHealer
+from ...journal.incident import Incident
+from ...ranks import votes
 from ...rollback.rollback import Rollback
 from ...run.healer import HealingContext
 from ...run.incidents import Diagnosis, OpenIncident
 from ...run.run import RunContext
 from .diagnosis import diagnose_rise, diagnose_stillness
-from .healer import RollbackClimb
+from .healer import DamagedCheckpointHealer, NumericsHealer, RollbackClimb
 from .state import NumericsState
+
+
+logger = logging.getLogger("self_healing")
+
+
+# ---- divergence: heals a loss that rises and stays up, and a gradient that is gone ----
 
 
 # Causes of a divergence that going back may cure, or has to end.
@@ -135,3 +145,261 @@ class DivergenceHealer(NumericsHealer):
         if level is None:
             level = median(panel.divergence.early.first or [math.nan])
         return diagnose_rise(window, self.rollback.trials, loss, level, panel.loss_trend.scale)
+
+
+# ---- observer: shows the detectors every step that is applied, and hands on what they see ----
+
+
+# What the panel sees, and the failure it is a sign of; anything else is worth a note and no more.
+_FAILURES = {
+    "vanishing_gradient": FailureType.VANISHING_GRADIENT,
+    "dead_loss": FailureType.DEAD_LOSS,
+    "never_learned": FailureType.NEVER_LEARNED,
+    "plateau": FailureType.PLATEAU,
+    "slow_rise": FailureType.SLOW_RISE,
+}
+# Steps in which other parameters may be trained without anybody having looked: fewer than a baseline is learned in.
+_LOOK_EVERY = 10
+
+
+class StepObserver(NumericsHealer):
+    """Takes in steps that are applied, and clips their gradients by what is usual."""
+
+    def __init__(
+        self,
+        run: RunContext,
+        numerics: NumericsState,
+        rollback: Rollback,
+        divergence: DivergenceHealer,
+        climb: RollbackClimb,
+    ) -> None:
+        super().__init__(run, numerics, rollback)
+        self._divergence, self._climb = divergence, climb
+        self._trained: list[bool] = []
+
+    def step_begins(self, signals: StepSignals) -> None:
+        """Takes in what schedule and trained parameters a step has, before it is judged."""
+        self.numerics.schedule.observe(signals.step, self.instrument.view.scheduled_rate)
+        self._note_what_is_trained(signals)
+
+    def _note_what_is_trained(self, signals: StepSignals) -> None:
+        """With other parameters the gradient has another norm (gradual unfreezing): no spike, but a new usual."""
+        if self._trained and signals.step % _LOOK_EVERY and self.panel.gradient_is_usual(signals):
+            return
+        # Whether they may have a gradient, not whether they have one: experts that no token went to have none.
+        groups = getattr(self.instrument.trainer.optimizer, "param_groups", ())
+        trained = [parameter.requires_grad for group in groups for parameter in group["params"]]
+        if self._trained and trained != self._trained:
+            logger.info(
+                "Step %d: other parameters are trained; the usual gradient norm is learned again.", signals.step
+            )
+            self.panel.reset_gradient_baseline()
+            if self.numerics.clipping is not None:
+                self.numerics.clipping.reset()
+        self._trained = trained
+
+    def remember_spike(self, signals: StepSignals) -> None:
+        """Takes in how far a gradient strays, so that one learns what is usual; a step that is done again, once."""
+        if signals.step > self.numerics.observed_step:
+            self.panel.remember_spike(signals)
+
+    def take_in(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
+        """Takes in a step with nothing wrong, as it will be applied."""
+        run = self.run
+        self.rollback.batches.note_healthy(window)
+        run.outcomes.take_in(signals.loss, self.instrument.view.step)
+        self.numerics.policy.note(skipped=False, explained=True)
+        self.observe(window, signals, clipped_to)
+
+    def observe(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
+        """Shows the detectors a step that will be applied, and clips its gradient."""
+        run, panel = self.run, self.panel
+        self.numerics.applied = signals
+        self.clip(window, signals, clipped_to)
+        if signals.step <= self.numerics.observed_step:
+            # An exception came between this and the update: it is the same step again.
+            return
+        self.numerics.observed_step = signals.step
+        for symptom in panel.observe(signals):
+            if self._climb.went_back_in == window.step:
+                # What was seen belongs to the state that was left.
+                return
+            if symptom.name in ("loss_spike", "divergence"):
+                self.numerics.watch.begin(
+                    symptom,
+                    lambda incident, failure: self._divergence.heal(run.dealing_with(incident), failure, window),
+                )
+            elif symptom.name == "second_rise":
+                self.numerics.watch.rises_further(symptom)
+            elif symptom.name in _FAILURES and (symptom.name != "plateau" or self.config.lr_increase_factor > 1):
+                failure = _FAILURES[symptom.name]
+                self._divergence.heal(self.open(symptom, failure, symptom.name.replace("_", " ")), failure, window)
+            else:
+                run.journal.noticed(symptom)
+        if self._climb.went_back_in == window.step:
+            return
+        if panel.loss_is_usual:
+            self.numerics.detector.accept(signals.loss)
+        self.numerics.watch.follow(panel)
+
+
+# ---- spikes: heals steps whose gradient is far outside of what is usual ----
+
+
+class SpikeHealer(NumericsHealer):
+    """Computes the step again, clips its gradient, leaves it out, or goes back to a trusted state."""
+
+    def __init__(
+        self,
+        run: RunContext,
+        numerics: NumericsState,
+        rollback: Rollback,
+        observer: StepObserver,
+        divergence: DivergenceHealer,
+        climb: RollbackClimb,
+    ) -> None:
+        super().__init__(run, numerics, rollback)
+        self._observer, self._divergence, self._climb = observer, divergence, climb
+
+    @property
+    def heals(self) -> bool:
+        """Whether anything is done about a spike before it is applied."""
+        return self.config.on_spike == "heal" and self.instrument.view.can_reexecute
+
+    def heal(self, window: Window, symptom: Symptom) -> None:
+        """Computes the step again before anything is decided about it."""
+        with self.incident(symptom.step, symptom.name, symptom.evidence, symptom.severity) as opened:
+            self._heal(opened, window, symptom)
+
+    def _heal(self, opened: OpenIncident, window: Window, symptom: Symptom) -> None:
+        incident, again = opened.incident, window.compute_again()
+        transient = again.finite and self.panel.spike(again) is None
+        if again.finite:
+            # As it is without the passing fault: faults that come again and again are not what is usual.
+            self._observer.remember_spike(again)
+        failure = FailureType.SPIKE_TRANSIENT if transient else FailureType.GRADIENT_SPIKE
+        cause = Cause.TRANSIENT if transient else Cause.SAME_AGAIN if again.finite else Cause.NOT_FINITE_AGAIN
+        evidence = {"again": {"loss": again.loss, "grad_norm": again.grad_norm}}
+        opened.diagnosed(failure, cause, evidence)
+        if not transient:
+            self.keep_batch(window, incident)
+        if not transient and again.finite and self._weights_spike(opened, window, symptom, again):
+            self._climb.take_rung(HealingContext(incident, self.instrument, window), FailureType.DIVERGENCE)
+            return
+        usual = self.panel.gradient_level
+        decision = self.numerics.policy.decide_spike(symptom, transient, again.finite, may_clip=usual is not None)
+        context = HealingContext(incident, self.instrument, window, clip_to=usual)
+        self.actions.apply(decision.actions, context, self.args)
+        opened.wait()
+        if window.skipped:
+            context.verdict = self.numerics.policy.note(skipped=True, explained=True) or ""
+            if context.verdict:
+                self.numerics.policy.reset()
+                self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self.args)
+        else:
+            clipped = Action.CLIP_GRADIENT in decision.actions and usual is not None
+            self._observer.take_in(window, again, usual if clipped and usual is not None else math.inf)
+
+    def report(self, symptom: Symptom) -> None:
+        """Journals a spike that nothing is done about."""
+        if symptom.name == "co_spike":
+            # The loss spike in the same step is an incident already.
+            self.run.journal.noticed(symptom)
+            return
+        self.open(symptom, FailureType.GRADIENT_SPIKE, Cause.NOT_LOOKED_FOR).close("reported")
+
+    def _weights_spike(self, opened: OpenIncident, window: Window, symptom: Symptom, again: StepSignals) -> bool:
+        """Whether it is the weights: a batch that is left out does not come back in the next step."""
+        in_a_row = symptom.name == "co_spike" and window.step - 1 in self.numerics.policy.spike_skips
+        if not in_a_row or not self._divergence.may_go_back(window.step):
+            return False
+        found = self._divergence.diagnose_rise(window, again.loss)
+        if found.cause == Cause.WEIGHTS:
+            opened.diagnosed(found.failure, found.cause, found.evidence)
+        return found.cause == Cause.WEIGHTS
+
+
+# ---- red flags: acts on metric rules that fire for what the trainer logs ----
+
+
+class RedFlagHealer(NumericsHealer):
+    """Holds logs against the metric rules, and ends the run or goes back before the next step is applied."""
+
+    def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback, climb: RollbackClimb) -> None:
+        super().__init__(run, numerics, rollback)
+        self._climb = climb
+
+    def read_logs(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Holds a log against the metric rules. A rule that ends the run does so before the next step is applied."""
+        run, numerics = self.run, self.numerics
+        evaluation = logs.get("eval_loss")
+        if isinstance(evaluation, float):
+            symptom = self.panel.observe_evaluation(step, evaluation)
+            if symptom is not None:
+                run.journal.noticed(symptom)
+        if numerics.rules is None:
+            return
+        told: set[str] = set()
+        for symptom in sorted(numerics.rules.observe(step, logs), key=_alerts_last):
+            action, about = str(symptom.evidence.get("action")), str(symptom.evidence.get("about", ""))
+            if symptom.severity == "info" or (action == "alert" and about in told):
+                run.journal.noticed(symptom)
+                continue
+            told |= {about} - {""}
+            opened = self.open(symptom, FailureType.RED_FLAG, symptom.name.removeprefix("rule:").replace("_", " "))
+            acts = numerics.policy.acts_on(action)
+            if acts and action == "stop" and run.stop.incident is None:
+                run.stop.incident = opened.incident
+            elif acts and action == "rollback" and numerics.roll_back_for is None:
+                numerics.roll_back_for = opened.incident
+            else:
+                opened.close("reported")
+
+    def stop(self, window: Window) -> None:
+        """Ends the run before a step is applied."""
+        run = self.run
+        incident = self._known_to_all(run.stop.incident, window)
+        run.stop.incident = None
+        evidence = incident.evidence
+        verdict = str(evidence.get("diagnosis", "a metric rule ended the run"))
+        if incident.failure is FailureType.RED_FLAG:
+            verdict += f" (rule {incident.cause})"
+        if "seen_by_rank" in evidence:
+            verdict += f" (seen by rank {evidence['seen_by_rank']})"
+        context = HealingContext(incident, self.instrument, window, verdict=verdict)
+        self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self.args)
+
+    def roll_back(self, window: Window) -> None:
+        """Goes back instead of applying a step."""
+        incident = self._known_to_all(self.numerics.roll_back_for, window)
+        self.numerics.roll_back_for = None
+        with self.run.dealing_with(incident) as opened:
+            if self.instrument.view.can_reexecute and self.rollback.can_go_back():
+                self._climb.take_rung(HealingContext(incident, self.instrument, window), FailureType.RED_FLAG)
+                return
+            incident.evidence["why"] = "Its action is to roll back, and there is no trusted state to go back to"
+            opened.close("reported")
+
+    def _known_to_all(self, own: Incident | None, window: Window) -> Incident:
+        """
+        Gives the incident for which all ranks do the same: a red flag in a metric that is not the same everywhere, or
+        what ends the run on one of them, is known to the others with its rule and its remedy. Collective.
+        """
+        told = votes.from_first_rank_with(
+            "what was seen",
+            None if own is None else (self.run.journal.rank, own.to_dict()),
+            self.instrument.view.device,
+        )
+        if own is not None:
+            return own
+        assert told is not None, "one rank at least has asked for it"
+        rank, seen = told
+        incident = Incident.from_dict(seen)
+        evidence = incident.evidence | {"seen_by_rank": rank}
+        opened = self.incident(window.step, incident.symptom, evidence, incident.severity)
+        opened.diagnosed(incident.failure or FailureType.RED_FLAG, incident.cause)
+        return opened.incident
+
+
+def _alerts_last(symptom: Symptom) -> tuple[bool, bool]:
+    return symptom.evidence.get("action") == "alert", symptom.severity != "error"

@@ -10,11 +10,10 @@ from transformers import TrainingArguments
 from ...failures.recipes import Action, FailureType
 from ...hf.adapter import Instrument
 from ...hf.state import reset_moments
-from ...inspection.model import check_model_init
 from ...rollback.rollback import Rollback
 from ...run.healer import CarryOut, HealingContext
 from ...run.run import RunContext
-from ..inspection import check_data_quality, vocabulary_of
+from ..inspection import check_data_quality, check_model_init, vocabulary_of
 from .state import NumericsState
 
 

@@ -13,14 +13,13 @@ import torch
 from ...failures.recipes import Action, FailureType
 from ...hf.replicas import DIGEST_PARTS, Apart, Group, Replicas, SumsOfGroups, are_apart, unlike
 from ...hf.step import Window
-from ...numerics.healer import NumericsHealer
 from ...ranks import votes
 from ...rollback.rollback import Rollback
 from ...run.healer import HealingContext
 from ...run.incidents import OpenIncident
 from ...run.run import RunContext
 from ...system import processes
-from .healer import RollbackClimb
+from .healer import NumericsHealer, RollbackClimb
 from .state import NumericsState
 
 

@@ -1,30 +1,39 @@
-"""What a run has learned about its loss, gradients and learning rate, and what is under way because of them."""
+"""What a run has learned about its numbers, and what is under way."""
 
 from __future__ import annotations
 
+import logging
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from ...config.healing_config import HealingConfig
-from ...detectors.nonfinite import NonFiniteDetector
-from ...detectors.rules.rule import MetricRule, rules_for
+from ...failures.recipes import FailureType, Symptom
 from ...hf.adapter import Instrument
+from ...hf.experiments import StepExperiments
 from ...hf.objective import StepSignals
+from ...hf.step import Window
 from ...journal.incident import Incident
 from ...journal.journal import Journal
-from ...numerics.ladder import RollbackLadder
-from ...numerics.loss_watch import LossWatch
-from ...numerics.missing_steps import MissingSteps
-from ...numerics.repeatability_check import RepeatabilityCheck
-from ...numerics.step_clipping import StepClipping
 from ...run.incidents import Outcomes
 from ...run.run import RecoveryBudget
+from ...system import processes
 from ...system.files import Stateful, take_over, take_over_whole
+from ...system.random_state import Repeatability
+from .clipping import StepClipping
 from .detectors.panel import DetectorPanel
-from .detectors.rules import MetricRules
-from .ladder import StepPolicy
+from .detectors.rules import MetricRule, MetricRules, rules_for
+from .detectors.spikes import NonFiniteDetector
+from .ladder import RollbackLadder, StepPolicy
 from .learning_rate import LearningRateControl, ScheduleWatch
+
+
+logger = logging.getLogger("self_healing")
+
+
+# ---- state ----
 
 
 class NumericsState:
@@ -233,3 +242,229 @@ class NumericsState:
         if step is not None and self.config.healing_metrics and self.learning_rate.touched:
             found["healing/lr_scale"] = self.learning_rate.scale(step)
         return found | self.clipping.metrics() if training and self.clipping is not None else found
+
+
+# ---- missing steps: how many of a run's steps are not in its weights ----
+
+
+class MissingSteps:
+    """
+    Counts the steps that are not in the weights: those that were left out, and those that went with a state the run
+    went back from.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        # Steps finished when `train()` was entered first, and how many of them were in the weights.
+        self.entry_step = self.trained_at_entry = 0
+        self._newest = -1
+
+    def begin(self, step: int) -> None:
+        """Takes in where the run is when `train()` is entered for the first time."""
+        self.goes_on_at(step)
+        self.entry_step, self.trained_at_entry = step, self.trained(step)
+
+    def trained(self, step: int) -> int:
+        """How many of the first `step` steps are in the weights."""
+        return step - self.count
+
+    def left_out(self, step: int) -> None:
+        """A step is not applied."""
+        if step > self._newest:
+            self.count += 1
+            self._newest = step
+
+    def went_back(self, finished: int, trained: int) -> None:
+        """The weights are those of an earlier state."""
+        self.count = finished - trained
+        self._newest = finished - 1
+
+    def applied_again(self, steps: int) -> None:
+        """Steps that were gone are in the weights after all."""
+        self.count -= steps
+
+    def goes_on_at(self, step: int) -> None:
+        """
+        The run goes on from so many finished steps; one that was left out and not finished is decided about again.
+        """
+        if self._newest >= step:
+            self.count -= 1
+            self._newest = step - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "newest": self._newest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count, self._newest = int(state["count"]), int(state["newest"])
+
+
+# ---- loss watch ----
+
+
+# A robust z of at most this counts as back.
+_BACK = 2.0
+# Losses from before and after that are compared in the end: the lower quartile of so many, because a rise may have
+# begun among them, and the median of so many.
+_BEFORE, _AFTER = 20, 5
+# Times `divergence_patience`, for a loss that neither comes back nor settles: checkpoints of what there is are better
+# than none.
+_LONGEST = 3
+
+
+class LossWatch:
+    """Follows a loss that has left its baseline."""
+
+    def __init__(self, config: HealingConfig, journal: Journal, outcomes: Outcomes) -> None:
+        self.config = config
+        self.journal = journal
+        self._outcomes = outcomes
+        self.incident: Incident | None = None
+        self.opened = 0
+        self.owed = False
+        self._back = 0
+        self._steps = 0
+        self._last: deque[float] = deque(maxlen=_BEFORE)
+        self._before: float | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether the loss is away from its baseline, or it is not known yet whether it is back."""
+        return self.incident is not None or self._outcomes.rollback_in_doubt
+
+    def begin(self, symptom: Symptom, tell: Callable[[Incident, FailureType], None]) -> None:
+        """Opens the incident, or takes in that a spike has widened into a divergence."""
+        failure = FailureType(symptom.name)
+        widened = self.incident is not None
+        if self.incident is not None and (
+            self.incident.failure is FailureType.DIVERGENCE or failure is FailureType.LOSS_SPIKE
+        ):
+            return
+        if widened:
+            symptom.evidence["widened_at"] = symptom.step
+        if self.incident is None:
+            self._before = sorted(self._last)[len(self._last) // 4] if self._last else None
+            self.opened += 1
+            self.incident = self.journal.open(symptom.step, symptom.name, symptom.evidence)
+        self._back = self._steps = 0
+        cause = "spike that widened" if widened else symptom.evidence.get("test", "one step")
+        self.journal.diagnosed(self.incident, failure, cause, symptom.evidence)
+        tell(self.incident, failure)
+
+    def rises_further(self, symptom: Symptom) -> None:
+        """Takes in that a loss that is away already has risen again: it belongs to the same incident."""
+        self.journal.noticed(symptom)
+        if self.incident is not None:
+            self.incident.evidence["rose_again_at"] = symptom.step
+            logger.warning(
+                "Step %d: the loss has risen further; incident %s is still open.", symptom.step, self.incident.id
+            )
+
+    def hold(self, incident: Incident) -> None:
+        """Checkpoints wait, on request, until the loss has been back for `outcome_steps`, unless they do already."""
+        if self.incident is None:
+            self._before = sorted(self._last)[len(self._last) // 4] if self._last else None
+            self.incident = incident
+            self._back = self._steps = 0
+
+    def follow(self, panel: DetectorPanel) -> None:
+        """Takes in a step: closes the incident once the loss is back, or has found another level."""
+        if panel.loss_reading is not None:
+            self._last.append(panel.loss_reading.value)
+        if self.incident is None:
+            return
+        if panel.signed_loss:
+            # It has lost its baseline: whether it is back cannot be told any more.
+            self._close("unresolved", settled=False)
+            return
+        self._steps += 1
+        if self._steps > _LONGEST * self.config.divergence_patience:
+            self._close("unresolved", settled=False)
+            return
+        reading = panel.loss_reading
+        if self.incident.failure is FailureType.DIVERGENCE:
+            if panel.divergence.alarmed:
+                return
+            self._close_recovered(panel, settled=panel.relearned)
+            return
+        if reading is None or reading.level is None:
+            return
+        # What has no logarithm is zero.
+        back = reading.value <= reading.level if reading.z is None else reading.z <= _BACK
+        self._back = self._back + 1 if back else 0
+        if self._back >= self.config.outcome_steps:
+            self._close_recovered(panel)
+
+    def _close_recovered(self, panel: DetectorPanel, settled: bool = False) -> None:
+        """
+        Back at the baseline, which lags behind a loss that falls: it has recovered only if it is back where it was
+        just before, too.
+        """
+        after = median(list(self._last)[-_AFTER:])
+        reach = math.exp(2 * panel.loss_trend.scale + 0.05)
+        # A loss that is not positive any more is no higher than it was.
+        worse = settled or (self._before is not None and after > max(self._before * reach, 0.0))
+        self._close(
+            "unresolved" if worse else "self_recovered", settled=worse, loss_before=self._before, loss_after=after
+        )
+
+    def end(self) -> None:
+        """The run is over, and the loss is not back."""
+        if self.incident is not None:
+            self._close("unresolved")
+
+    def forget(self) -> None:
+        """The incident ends elsewhere."""
+        self.incident = None
+
+    def _close(self, outcome: str, **evidence: Any) -> None:
+        assert self.incident is not None
+        self.journal.closed(self.incident, outcome, **evidence)
+        self.incident = None
+
+
+# ---- repeatability check ----
+
+
+_KEEPS_A_STATE = (
+    "Step %d, computed twice from the same weights, has gradients that differ by %.2g of themselves, more than by "
+    "noise of the kernels: something keeps a state of its own that is not put back before a step is computed again (a "
+    "counter or a running mean that is a plain attribute, a random generator of its own). What was computed again is "
+    "in the weights, but not as it would have been. A buffer of the model (`register_buffer`) is put back."
+)
+
+
+class RepeatabilityCheck:
+    """Journals of each incident that was healed by computing a step again whether that repeats bitwise."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.found: Repeatability | None = None
+        # Incidents of which it is not journaled yet, and how far steps applied again were from what they had been.
+        self.owed: list[tuple[Incident, float | None]] = []
+        self._measured = False
+
+    def owe(self, incident: Incident, apart: float | None = None) -> None:
+        """Takes in that an incident was healed by computing a step again, or several, and how far these were apart."""
+        if apart != 0:
+            self.owed.append((incident, apart))
+
+    def measure(self, window: Window) -> None:
+        """Measures it with a healthy step, unless that was done, and journals it."""
+        if not self._measured and processes.world_size() == 1:
+            # On several processes, one on which it failed would leave the others waiting.
+            self._measured = True
+            self.found = StepExperiments(window).repeatability()
+            if self.found is not None and self.found.beyond_noise:
+                logger.warning(_KEEPS_A_STATE, window.step, self.found.gradient)
+        self.tell(window.step)
+
+    def tell(self, step: int) -> None:
+        """Journals what is known, measured or not."""
+        measured = {} if self.found is None else {"loss": self.found.loss, "gradient": self.found.gradient}
+        for incident, apart in self.owed:
+            repeats = "not measured" if self.found is None else str(self.found)
+            self.journal.event("repeats", step, incident=incident.id, repeats=repeats, **measured)
+            if apart and repeats != "within noise" and processes.world_size() == 1:
+                self.journal.doubt = f"applied again, losses are {apart:.1g} off; a step computed twice: {repeats}"
+                self.journal.dealt_with(incident)
+        self.owed.clear()

@@ -1,26 +1,52 @@
-"""Writes down how a run ends, or this process's part in it."""
+"""How a run ends: checkpoint, postmortem, exit code; a device that is lost."""
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import threading
+import time
 from typing import Any
 
+from transformers import TrainingArguments
+
 from ...checkpoints.choice import newest_checkpoint_of, newest_marked_checkpoint_of
+from ...checkpoints.marker import step_of
 from ...failures.classify import add_note, classify_exception, comes_from_a_collective, describe_exception
-from ...failures.recipes import ASKS_FOR_A_NEW_RUN, FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
+from ...failures.recipes import (
+    ASKS_FOR_A_NEW_RUN,
+    FAILURE_RECIPES,
+    Action,
+    FailureType,
+    UnrecoverableTrainingError,
+    text_of,
+)
+from ...failures.retry import RetryPolicy
+from ...hf.adapter import Instrument
 from ...hf.objective import what_is_trained
+from ...hf.trainer_state import loads_more
 from ...journal.incident import Incident
 from ...journal.postmortem import where_to_go_on
 from ...ranks.messages import Failure, where_all_are
-from ...restarts.attempts import Attempts
-from ...restarts.departure import Departure
+from ...rollback.rollback import Rollback, Target
+from ...rollback.shared_memory import ROOT, SharedStates, remove_rank
+from ...run.healer import CarryOut, HealingContext
 from ...run.record import Ending
 from ...run.run import RunContext
-from ...system.processes import EXIT_FOR_RESTART
-from .emergency import publish, remove_emergency_checkpoints
+from ...system import processes
+from ...system.processes import EXIT_FOR_RESTART, end_at_once, restarts_on_exit
+from .attempts import Attempts
+from .emergency import publish, remove_emergency_checkpoints, save_emergency_checkpoint
+from .preemption import Departure
+from .shared_memory import LastStep, remove_other_states
 
 
 logger = logging.getLogger("self_healing")
+
+
+# ---- ending: writes down how a run ends, or this process's part in it ----
+
 
 # For what other ranks have to say, a postmortem waits so many seconds.
 _HEARING_OF_IT, _HEARING_WHERE = 2.5, 1.5
@@ -254,3 +280,219 @@ class RunEnding:
     @property
     def _output_dir(self) -> str:
         return str(self._trainer.args.output_dir)
+
+
+# ---- lost device: a device that is lost: nothing can be computed, saved or freed in this process any more ----
+
+
+def write_down_lost_device(ending: RunEnding, error: BaseException, verdict: str = "") -> None:
+    """Writes incident and postmortem, once in a run."""
+    if ending.run.attachment.device_lost:
+        return
+    ending.run.attachment.device_lost = True
+    try:
+        _write_down(ending, error, verdict or describe_exception(error))
+    except Exception:
+        logger.exception("That the device is lost could not be written down; the exception goes on as it came.")
+
+
+def _write_down(ending: RunEnding, error: BaseException, verdict: str) -> None:
+    journal = ending.run.journal
+    incident = journal.open(ending.step, type(error).__name__, {"message": text_of(error)[:500]})
+    journal.diagnosed(incident, FailureType.DEVICE, "device", {})
+    restart_code = EXIT_FOR_RESTART if _is_started_again(ending) else None
+    ending.stop_for_lost_device(incident, error, verdict, restart_code)
+
+
+def leave_lost_device(ending: RunEnding, error: BaseException) -> None:
+    """Ends the process where a launcher starts it again."""
+    if not _is_started_again(ending):
+        return
+    ending.attempts.end(Ending.RESTART, describe_exception(error))
+    end_process_with(EXIT_FOR_RESTART, error)
+    raise SystemExit(EXIT_FOR_RESTART)
+
+
+def _is_started_again(ending: RunEnding) -> bool:
+    """Whether the process is ended: only the wrapper does; with the callback alone the exception is the user's."""
+    return ending.attempts.record is not None and restarts_on_exit(ending.run.config)
+
+
+# ---- process exit: the exit of a process that a lost device could abort, or keep from ending ----
+
+
+# Time the interpreter may take to end with a lost device, in seconds.
+_LAST_WORDS = 60.0
+# Exit code of the process, and the exception it keeps until then. At module level, because `_end` has to be
+# registered with `atexit` when this is imported.
+_last: list[tuple[int, BaseException]] = []
+
+
+def end_process_with(code: int, error: BaseException, within: float = _LAST_WORDS) -> None:
+    """
+    Makes the process end with a code even if the interpreter cannot end next to a lost device: freeing memory of the
+    device may abort the process, and its driver may keep it from ending.
+    """
+
+    def end() -> None:
+        time.sleep(within)
+        os._exit(code)
+
+    _last.append((code, error))
+    threading.Thread(target=end, name="self_healing end", daemon=True).start()
+
+
+@atexit.register
+def _end() -> None:
+    """Ends the process before the interpreter frees anything, and after functions registered later than this one."""
+    if _last:
+        end_at_once(_last[0][0])
+
+
+# ---- remedies ----
+
+
+class LastResorts:
+    """Saves an emergency checkpoint, waits before `train()` is entered again, or stops the run with a postmortem."""
+
+    def __init__(
+        self, run: RunContext, attempts: Attempts, ending: RunEnding, rollback: Rollback, last_step: LastStep
+    ) -> None:
+        self.run = run
+        self.config = run.config
+        self.attempts = attempts
+        self.ending = ending
+        self.rollback = rollback
+        self.last_step = last_step
+
+    def table(self) -> dict[Action, CarryOut]:
+        """The actions, and what does each."""
+        return {
+            Action.EMERGENCY_CHECKPOINT: self._emergency_checkpoint,
+            Action.WAIT_AND_RESUME: self._wait,
+            Action.STOP: self._stop,
+        }
+
+    def _emergency_checkpoint(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        if not self.config.emergency_checkpoint:
+            return {"checkpoint": None, "why": "emergency_checkpoint=False", "happened": False}
+        why = self._not_worth_saving(context)
+        if why:
+            return {"checkpoint": None, "why": why, "happened": False}
+        if processes.world_size() > 1:
+            self.last_step.leave(context.running)
+        try:
+            checkpoints = self.rollback.checkpoints
+            checkpoints.leave_room()
+            point = save_emergency_checkpoint(
+                context.running,
+                self.run.run_id,
+                give_way=lambda: bool(checkpoints.give_way()),
+                about_to_write=self.attempts.about_to_write,
+                heals=context.error is not None,
+                later=self.run.checksums,
+            )
+        except Exception as error:
+            if classify_exception(error) is FailureType.DEVICE:
+                raise
+            logger.warning(
+                "The emergency checkpoint could not be written (%s); falling back on the newest regular one.",
+                describe_exception(error),
+            )
+            logger.debug("Why it could not be written:", exc_info=True)
+            return {"checkpoint": None, "why": describe_exception(error), "happened": False}
+        if point is None:
+            return {"checkpoint": None, "why": _why_there_is_none(context.running), "happened": False}
+        self.attempts.resume_point = point
+        return {"checkpoint": point.path}
+
+    def _not_worth_saving(self, context: HealingContext) -> str:
+        """Says why a checkpoint of the state gone back to would mislead: there is none, or one that got further."""
+        if Action.ROLL_BACK not in context.attempted:
+            return ""
+        if context.went_back is None:
+            return "there is no trusted state to save"
+        trainer = context.running.trainer
+        trained = self.attempts.steps.trained_steps(int(trainer.state.global_step) + 1)
+        if trained <= 0 or context.went_back.target is Target.INITIAL:
+            return "it would hold the state the run began with"
+        newest = newest_checkpoint_of(self.run.run_id, str(trainer.args.output_dir))
+        if newest is not None and step_of(newest, default=0) >= trained:
+            return f"{newest} holds more training"
+        return ""
+
+    def _wait(self, _: HealingContext, __: TrainingArguments) -> dict[str, Any]:
+        seconds = RetryPolicy.of(self.config).draw_wait(max(self.run.budget.used, 1))
+        self.run.sleep(seconds)
+        return {"waited_seconds": round(seconds, 3)}
+
+    def _stop(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        verdict = context.verdict or "it was asked to stop"
+        error = self.ending.stop(context.incident, verdict, context.error, context.resume_from)
+        self.rollback.release()
+        raise error
+
+
+def _why_there_is_none(instrument: Instrument) -> str:
+    """Says why an emergency checkpoint was not even begun."""
+    if processes.world_size() > 1:
+        return "several processes train together, and the others may not be able to save"
+    return f"the weights cannot be trusted: it happened {instrument.reentry.phase.value}"
+
+
+# ---- outliving ----
+
+
+# After which another process goes on with the run, if a launcher starts one.
+_GOES_ON = frozenset({Ending.RUNNING, Ending.RESTART, Ending.FAILED})
+
+
+def let_snapshots_outlive(run: RunContext, attempts: Attempts, rollback: Rollback, trainer: Any) -> None:
+    """Has snapshots taken in shared memory, where a launcher will start the job again."""
+    args = trainer.args
+    record, config, memory = attempts.record, run.config, attempts.memory
+    if record is None or not record.kept:
+        # Another process trains into the same directory: what lies there is that one's.
+        return
+    place = args.output_dir, run.run_id, args.process_index, args.world_size
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        remove_other_states(args.output_dir, run.run_id, args.world_size)
+    if memory is None:
+        remove_rank(*place)
+    else:
+        memory.remove_others()
+    outlives = config.resume_from_memory and config.snapshots and restarts_on_exit(config) and ROOT.is_dir()
+    more = loads_more(trainer)
+    if outlives and more is not None:
+        logger.info(
+            "Snapshots do not outlive this process: %s may read what only checkpoints have. A restart goes on from "
+            "disk.",
+            more,
+        )
+        outlives = False
+    if memory is not None and not outlives:
+        # Open in this process, and none comes after it.
+        memory.remove(files_alone=True)
+    shared = SharedStates(*place) if outlives else None
+    rollback.go_on_from_memory(
+        shared,
+        own_is_trusted=lambda: None if memory is None else memory.remove(),
+        inherited=lambda live: None if memory is None else memory.snapshot_in(live),
+    )
+
+
+def leave_snapshots(run: RunContext, attempts: Attempts, rollback: Rollback, args: Any) -> None:
+    """Leaves them to the next process, or removes them if there will be none."""
+    record = attempts.record
+    if record is None or not record.kept:
+        return
+    # What one rank gives up may be tried once more: that is for the first one to decide, in the record.
+    alone = args.process_index > 0 and record.ending is Ending.GAVE_UP and attempts.entered
+    goes_on = bool(record.attempts) and (record.ending in _GOES_ON or alone)
+    if goes_on and restarts_on_exit(run.config):
+        if rollback.shared is not None:
+            rollback.shared.keep()
+        return
+    if rollback.shared is not None:
+        rollback.shared.close()
+    remove_rank(args.output_dir, run.run_id, args.process_index, args.world_size)

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from ...data.proxy import Proxy
+from ...healers.data.guard import Proxy
 from ...hf.patching import find_trainer
 from .faults import ANY, KINDS, Fault, FaultError, Ledger, Ranks, Schedule, parse_faults
 from .injectors import ModelFaults, guard_dataset, guard_rewards, guard_saving, plain_rewards, tear_checkpoint

@@ -7,14 +7,19 @@ from collections.abc import Collection
 from typing import Any
 
 from ....config.healing_config import HealingConfig
-from ....detectors.stillness import DeadLossDetector, NeverLearnedDetector, VanishingGradientDetector
-from ....detectors.usual import UsualSpikes
 from ....failures.recipes import Symptom
 from ....hf.objective import StepSignals
 from .divergence import DivergenceDetector
-from .progress import OverfittingDetector, PlateauDetector, SlowRiseDetector
+from .progress import (
+    DeadLossDetector,
+    NeverLearnedDetector,
+    OverfittingDetector,
+    PlateauDetector,
+    SlowRiseDetector,
+    VanishingGradientDetector,
+)
 from .spikes import CoSpikeDetector, GradientSpikeDetector, LossSpikeDetector
-from .trend import LogTrend, Reading
+from .trend import LogTrend, Reading, UsualSpikes
 
 
 # A gradient norm varies from step to step by at least 5 %, and at first, while the learning rate warms up, by 20 %.

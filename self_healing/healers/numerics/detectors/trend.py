@@ -1,14 +1,18 @@
-"""The baseline of spikes and drifts: the level of a positive quantity, and how far it usually strays from it."""
+"""LogTrend: level and scale of a quantity over a run, the baseline of z-scores."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+from operator import mul
 from statistics import median
 from typing import Any, NamedTuple
 
-from ....detectors.sorted_window import SortedWindow
-from ....detectors.sum_spread import SumSpread
+
+# ---- trend ----
 
 
 # Turns a median absolute deviation into the standard deviation of a normal distribution, 1 / Φ⁻¹(3/4).
@@ -234,3 +238,240 @@ class LogTrend:
 def _has_logarithm(value: float) -> bool:
     # Far above what float32 holds, and far enough below what a double does for sums of a few of them.
     return 0 < value < 1e300
+
+
+# ---- sorted window: the last numbers of a series, sorted: median, distance from a centre, mean without outliers ----
+
+
+class SortedWindow:
+    """The last `size` numbers, in order of arrival and in order of size."""
+
+    def __init__(self, size: int, values: Sequence[float] = ()) -> None:
+        self.size = size
+        self.values: deque[float] = deque(values, maxlen=size)
+        self.ordered = sorted(self.values)
+        # How many of the nearer half lay below the centre the last time: the place to look first.
+        self._below = 0
+
+    def __len__(self) -> int:
+        return len(self.ordered)
+
+    def add(self, value: float) -> None:
+        if len(self.values) == self.size:
+            del self.ordered[bisect_left(self.ordered, self.values[0])]
+        self.values.append(value)
+        insort(self.ordered, value)
+
+    def median(self) -> float:
+        middle = len(self.ordered) // 2
+        if len(self.ordered) % 2:
+            return self.ordered[middle]
+        return 0.5 * (self.ordered[middle - 1] + self.ordered[middle])
+
+    def median_distance(self, centre: float) -> float:
+        """Median distance from a centre (upper median for an even count)."""
+        ordered = self.ordered
+        split = bisect_left(ordered, centre)
+        wanted = len(ordered) // 2 + 1
+        fewest, most = max(0, wanted - (len(ordered) - split)), min(wanted, split)
+        below = min(max(self._below, fewest), most)
+        # One more below while it is nearer than the last one above, which it replaces; fewer while it is not.
+        while below < most and centre - ordered[split - 1 - below] < ordered[split + wanted - 1 - below] - centre:
+            below += 1
+        while below > fewest and centre - ordered[split - below] >= ordered[split + wanted - below] - centre:
+            below -= 1
+        self._below = below
+        above = wanted - below
+        furthest_below = centre - ordered[split - below] if below else 0.0
+        furthest_above = ordered[split + above - 1] - centre if above else 0.0
+        return max(furthest_below, furthest_above)
+
+    def winsorized_mean(self, low: float, high: float) -> float:
+        """Mean after values outside of `[low, high]` have been moved to its ends."""
+        first, last = bisect_left(self.ordered, low), bisect_left(self.ordered, high)
+        inside = math.fsum(islice(self.ordered, first, last))
+        return (first * low + inside + (len(self.ordered) - last) * high) / len(self.ordered)
+
+
+# ---- sum spread: the spread of sums of neighbouring values, which are not independent ----
+
+
+# Values on either side of one through which a parabola is laid, what its middle takes of each, and how many values
+# would have a mean as noisy as that middle.
+_HALF = 20
+_VALUES_AROUND = 2 * _HALF + 1
+_PARABOLA = [
+    3 * (3 * _HALF * (_HALF + 1) - 1 - 5 * away * away) / ((2 * _HALF - 1) * (2 * _HALF + 1) * (2 * _HALF + 3))
+    for away in range(-_HALF, _HALF + 1)
+]
+_LEFT_AROUND = _VALUES_AROUND / 2.25
+# Distances before anything is said about sums of them, and a correlation beyond which their spread has no bound.
+_FEWEST_FOR_SUMS, _HIGHEST_CORRELATION = 20, 0.95
+
+
+class SumSpread:
+    """Measures how much further sums of neighbouring values stray than those of independent ones."""
+
+    def __init__(self, memory: int = 500) -> None:
+        self._fade = 1 - 1 / memory
+        self._around: deque[float] = deque(maxlen=_VALUES_AROUND)
+        self._last = 0.0
+        # Sums of the weights, of their squares, of the squared distances, and of their products with the next.
+        self._sums = [0.0] * 4
+        self.deviation = 0.0
+        """Standard deviation of the distances; 0 while there are too few."""
+        self.inflation = 1.0
+        """Ratio of the spread of sums to that of sums of independent values; 1 or more."""
+
+    def add(self, value: float, reach: float) -> None:
+        """Takes in a value; a distance of more than `reach` counts as that."""
+        self._around.append(value)
+        if len(self._around) < _VALUES_AROUND:
+            return
+        distance = self._around[_VALUES_AROUND // 2] - sum(map(mul, self._around, _PARABOLA))
+        distance = min(max(distance, -reach), reach)
+        fade, (weights, weights_squared, squares, products) = self._fade, self._sums
+        weights, weights_squared = fade * weights + 1, fade * fade * weights_squared + 1
+        squares, products = fade * squares + distance * distance, fade * products + distance * self._last
+        self._sums, self._last = [weights, weights_squared, squares, products], distance
+        count = weights * weights / weights_squared
+        if count < _FEWEST_FOR_SUMS or squares <= 0:
+            return
+        self.deviation = math.sqrt(squares / weights)
+        # The bias of an estimate from few values (Marriott and Pope 1954), of which a parabola takes three.
+        correlation = (products / squares + 1 / _LEFT_AROUND) / (1 - 3 / _LEFT_AROUND)
+        correlation = min(correlation, _HIGHEST_CORRELATION)
+        correlated = correlation > 2 / math.sqrt(count)
+        self.inflation = math.sqrt((1 + correlation) / (1 - correlation)) if correlated else 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "around": list(self._around),
+            "sums": list(self._sums),
+            "last": self._last,
+            "deviation": self.deviation,
+            "inflation": self.inflation,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._around = deque(state["around"], maxlen=_VALUES_AROUND)
+        self._sums, self._last = list(state["sums"]), state["last"]
+        self.deviation, self.inflation = state["deviation"], state["inflation"]
+
+
+# ---- usual ----
+
+
+# Steps for which a spike is remembered, and a rise: of these there are fewer.
+_SPIKES_REMEMBERED = 2_000
+_RISES_REMEMBERED = 5_000
+# Of the values that stray this many scales or more, at most this many are kept: the furthest.
+_TAIL_FROM = 3.0
+_TAIL_SIZE = 64
+# The law of the tail is taken from this many of its largest values, and believed to where one in 100,000 steps lies.
+_FEWEST_OF_TAIL, _MOST_OF_TAIL = 5, 10
+_ONE_STEP_IN = 100_000
+# What stands out from others of its kind is half as high again.
+_STANDS_OUT = 1.5
+_RISES_KEPT = 16
+
+
+class UsualSpikes:
+    """Remembers what strayed far in the last 2,000 steps, and says how high a spike has to be to stand out from it."""
+
+    def __init__(self) -> None:
+        self._tail: list[tuple[int, float]] = []
+        self._spikes: deque[int] = deque(maxlen=2)
+        self._began: int | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether there have been two spikes: one more of their size is no news."""
+        return len(self._spikes) == 2
+
+    def stands_out(self, reading: Reading) -> bool:
+        """Whether a spike is higher (in natural-log units) than what is usual. Changes nothing."""
+        since = reading.step - _SPIKES_REMEMBERED
+        heights = sorted((height for at, height in self._tail if at > since), reverse=True)
+        again = self.known and self._spikes[0] > since and len(heights) > 1
+        usual = _STANDS_OUT * heights[1] if again else 0.0
+        return reading.height > max(usual, self._furthest_of_tail(heights, reading.step))
+
+    def add(self, reading: Reading, spike: bool = True) -> None:
+        """Takes in how far a value strays."""
+        if self._began is None:
+            self._began = reading.step
+        if spike:
+            self._spikes.append(reading.step)
+        if reading.z is None or (reading.z < _TAIL_FROM and not spike):
+            return
+        since = reading.step - _SPIKES_REMEMBERED
+        self._tail = [each for each in self._tail if each[0] > since]
+        self._tail.append((reading.step, reading.height))
+        if len(self._tail) > _TAIL_SIZE:
+            self._tail.remove(min(self._tail, key=lambda each: each[1]))
+
+    def _furthest_of_tail(self, heights: list[float], step: int) -> float:
+        """Extrapolates the tail to the height that one step in 100,000 exceeds; 0 where too few values are known."""
+        largest = min(_MOST_OF_TAIL, len(heights) - 1)
+        if largest < _FEWEST_OF_TAIL or self._began is None or heights[largest] <= 0:
+            return 0.0
+        base = heights[largest]
+        exponent = sum(math.log(height / base) for height in heights[:largest]) / largest
+        seen = min(max(step - self._began, 1), _SPIKES_REMEMBERED)
+        return float(base * max(largest * _ONE_STEP_IN / seen, 1.0) ** exponent)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"recent": [list(each) for each in self._tail], "spikes": list(self._spikes), "began": self._began}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._tail = [(step, height) for step, height in state["recent"]]
+        # Before there was a tail, all that was remembered were spikes.
+        self._spikes = deque(state.get("spikes", [step for step, _ in self._tail]), maxlen=2)
+        self._began = state.get("began", self._tail[0][0] if self._tail else None)
+
+
+class UsualRises:
+    """
+    Remembers how far a CUSUM rose in the last 5,000 steps without anything being wrong: data in shards, or sorted
+    within each epoch, make the loss rise again and again.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._rises: list[tuple[int, float]] = []
+        self.limit = limit
+        """Sum a CUSUM has to exceed now."""
+        self._least = limit
+        self._harmless = 0.0
+
+    @property
+    def least_rise(self) -> float:
+        """Least rise of the loss that counts, in natural-log units."""
+        return min(2 * self._harmless, math.log(2))
+
+    def add_harmless(self, rise: float) -> None:
+        """Takes in how far, in natural-log units, the loss was up when the weights were found not to be to blame."""
+        self._harmless = max(self._harmless, rise)
+
+    def add(self, step: int, height: float, reported: bool = False) -> None:
+        """Takes in a rise that is over: the furthest the CUSUM went, and whether it was reported."""
+        if height <= self._least / 4:
+            return
+        self._rises = [each for each in self._rises if each[0] > step - _RISES_REMEMBERED]
+        self._rises += [(step, height)] * (2 if reported else 1)
+        for _ in range(len(self._rises) - _RISES_KEPT):
+            self._rises.remove(min(self._rises, key=lambda each: each[1]))
+        self._set_limit()
+
+    def _set_limit(self) -> None:
+        heights = sorted((height for _, height in self._rises), reverse=True)
+        wanted = _STANDS_OUT * heights[1] if len(heights) > 1 else 0.0
+        self.limit = min(max(wanted, self._least), 3 * self._least)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rises": [list(each) for each in self._rises], "harmless": self._harmless}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._rises = [(step, height) for step, height in state["rises"]]
+        self._harmless = state.get("harmless", 0.0)
+        self._set_limit()
