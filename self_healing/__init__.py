@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from .actions import HealingActions as HealingActions
+    from .callback import HealingActions as HealingActions
     from .callback import SelfHealingCallback as SelfHealingCallback
     from .checkpoints.choice import CheckpointError as CheckpointError
     from .checkpoints.choice import find_trusted_checkpoint as find_trusted_checkpoint
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from .healers.numerics.clipping import ZClip as ZClip
     from .hf.objective import StepSignals as StepSignals
     from .journal.incident import Incident as Incident
-    from .replaying.incidents import ReplayError as ReplayError
     from .report.healing_report import HealingReport as HealingReport
     from .rollback.ring import SnapshotRing as SnapshotRing
     from .rollback.rollback import Target as Target
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from .run.healer import HealingContext as HealingContext
     from .tools.replay import ReplayReport as ReplayReport
     from .tools.replay import replay as replay
+    from .tools.replay_model import ReplayError as ReplayError
     from .trainer import SelfHealingTrainer as SelfHealingTrainer
 
 
@@ -52,14 +52,14 @@ _MODULE_OF = {
     "DryRunReport": "healers.dry_run",
     "FailureType": "failures.recipes",
     "Finding": "healers.inspection",
-    "HealingActions": "actions",
+    "HealingActions": "callback",
     "HealingConfig": "config.healing_config",
     "HealingContext": "run.healer",
     "HealingReport": "report.healing_report",
     "Incident": "journal.incident",
     "Inspection": "healers.inspection",
     "Recipe": "failures.recipes",
-    "ReplayError": "replaying.incidents",
+    "ReplayError": "tools.replay_model",
     "ReplayReport": "tools.replay",
     "SelfHealingCallback": "callback",
     "SelfHealingTrainer": "trainer",

@@ -1,22 +1,21 @@
-"""`SelfHealingCallback`: heals in place, inside one `train()` call."""
+"""SelfHealingCallback passes the Trainer's events to the healers; HealingActions are remedies for users' own code."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from .actions import HealingActions
 from .checkpoints.choice import CheckpointError
 from .checkpoints.marker import healing_state_of
 from .config.healing_config import HealingConfig, as_config
 from .config.schema import ConfigurationError
-from .failures.recipes import HealingFailed, TrainingFault, UnrecoverableTrainingError
+from .failures.recipes import Action, HealingFailed, TrainingFault, UnrecoverableTrainingError
 from .healers.assembly import Run, assemble
 from .healers.numerics.detectors.rules import MetricRule, load_rules
 from .healers.restarts.healing_off import ending_the_job, is_off
@@ -38,12 +37,17 @@ from .journal.incident import Incident
 from .journal.terminal import speaking_of
 from .ranks import votes
 from .ranks.votes import meet
+from .run.healer import HealingContext
 from .system import processes
 from .system.files import hide_from_uploads, own_patterns
 from .system.processes import log_safely
 
 
 logger = logging.getLogger("self_healing")
+
+
+# ---- callback: heals in place, inside one `train()` call ----
+
 
 _RUN_ATTRIBUTE = "_self_healing_run"
 
@@ -406,3 +410,58 @@ def adopt_run(trainer: Trainer, run: Run | None) -> None:
 def is_adopted(trainer: Trainer) -> bool:
     """Whether a wrapper has entered `train()` of the trainer, and has handed it its run."""
     return _RUN_ATTRIBUTE in vars(trainer)
+
+
+# ---- actions: carries out actions in the run that a callback heals ----
+
+
+class HasRun(Protocol):
+    """Is attached to a run, or to none."""
+
+    @property
+    def run(self) -> Run | None:
+        """The run that goes on, or has come to its end; `None` before the first."""
+
+
+class HealingActions:
+    """
+    Carries out actions, for code of your own that decides what is to be done.
+
+    Args:
+        healing ([`HasRun`]):
+            The callback, asked at each call for the run it is attached to.
+    """
+
+    def __init__(self, healing: HasRun) -> None:
+        self._healing = healing
+
+    def apply(
+        self,
+        actions: Iterable[Action | str] | Action | str,
+        context: HealingContext,
+        training_args: TrainingArguments,
+    ) -> dict[str, Any]:
+        """
+        Carries out actions in order and journals each.
+
+        Args:
+            actions (`Iterable[Action | str]` or `str`):
+                What to do.
+            context ([`HealingContext`]):
+                Where to do it; without an instrument, in the run the callback is attached to.
+            training_args (`TrainingArguments`):
+                The arguments of the run.
+
+        Returns:
+            `dict`: what the actions gave, merged.
+
+        Raises:
+            UnrecoverableTrainingError: For `STOP`.
+            ValueError: For an action that is not known.
+        """
+        run = self._healing.run
+        if run is None:
+            raise RuntimeError("the callback is not attached to a running trainer")
+        if context.instrument is None:
+            context.instrument = run.instrument
+        return run.context.remedies.apply(actions, context, training_args)

@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "docs" / "matrix.json"
 # Goes with the package, for the doctor.
-SHIPPED = ROOT / "self_healing" / "doctor" / "matrix.json"
+SHIPPED = ROOT / "self_healing" / "tools" / "matrix.json"
 RANKS_PAGE = ROOT / "docs" / "ranks-matrix.md"
 BEGIN = "<!-- What follows is written by `make matrix`. -->"
 END = "<!-- Up to here. -->"

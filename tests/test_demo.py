@@ -122,7 +122,10 @@ def test_too_few_docstrings_are_a_clear_error(show: Show, monkeypatch: pytest.Mo
 
 
 def test_the_terminal_does_not_wait_for_torch() -> None:
-    code = "import sys, self_healing.tools.demo.show; print(sorted({'torch', 'transformers', 'trl'} & sys.modules.keys()))"
+    code = (
+        "import sys, self_healing.tools.demo.show; "
+        "print(sorted({'torch', 'transformers', 'trl'} & sys.modules.keys()))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 

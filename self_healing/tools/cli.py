@@ -288,9 +288,10 @@ def replay(
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     from transformers.utils import logging as transformers_logging
 
-    from ..replaying.incidents import ReplayError, kept_incidents
     from ..system.files import jsonable
+    from .replay import kept_incidents
     from .replay import replay as replayed
+    from .replay_model import ReplayError
 
     warnings.simplefilter("ignore")
     transformers_logging.set_verbosity_error()
@@ -452,11 +453,11 @@ def run(
     import logging
     import os
 
-    from ..anywhere.settings import PRESET_VARIABLE, environment, read_settings
     from ..config.healing_config import HealingConfig
     from ..config.schema import ConfigurationError
     from ..healers.numerics.detectors.rules import RuleError
     from ..journal.terminal import chosen_level
+    from .anywhere.entering import PRESET_VARIABLE, environment, read_settings
     from .anywhere.program import ProgramError, become, find_program, python_of, refuse_what_would_not_be_healed
 
     if preset is not None and settings is not None:

@@ -1,25 +1,34 @@
-"""`replay`: computes the step of a saved incident again, and says where its first non-finite number appears."""
+"""The step of a saved incident, computed again in another process."""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import Trainer
 
+from ..checkpoints.marker import checkpoints_in, load_marker, speaks_for, written_at
+from ..checkpoints.vetting import finished_steps, vet_weights
+from ..failures.recipes import TrainingFault
 from ..healers.dry_run import quiet_arguments
-from ..hf.experiments import compute_one_step
+from ..healers.numerics.diagnosis import find_poison_rows
+from ..hf.engine import Origin
+from ..hf.experiments import StepExperiments, compute_one_step
+from ..hf.step import Window
 from ..hf.trainer_state import preserved
-from ..replaying.incidents import KeptIncident, ReplayError, find_incident, load_kept
-from ..replaying.looking import Look, look_into
-from ..replaying.weights import WeightsChoice, choose_weights
+from ..report.healing_report import HealingReport
+from ..system.files import rank_in
 from ..system.random_state import RandomState
 from ..trainer import SelfHealingTrainer
-from .replay_model import build_model, build_trainer, in_python, put_weights
+from .replay_model import ReplayError, WeightsChoice, build_model, build_trainer, in_python, put_weights
+
+
+# ---- replay: computes the step of a saved incident again, and says where its first non-finite number appears ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,3 +253,283 @@ def _places(run_dir: Path, blueprint: dict[str, Any]) -> list[Path]:
     """Where checkpoints of the run may lie: the incident may be in a `healing_dir`."""
     told = blueprint.get("arguments", {}).get("output_dir")
     return [run_dir] if told is None else list(dict.fromkeys([run_dir, Path(blueprint["directory"], told)]))
+
+
+# ---- looking: looks into a step for the first number that is not finite: in which module, and for which rows ----
+
+
+# Rows that are looked into one by one; a model that fails on all of them fails on each alike.
+_ROWS_LOOKED_INTO = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RowFound:
+    """A row that is not finite by itself."""
+
+    micro_batch: int
+    row: int
+    source: dict[str, Any]
+    origin: Origin | None
+
+    def __str__(self) -> str:
+        known = [f"{name.replace('_', ' ')} {value}" for name, value in self.source.items() if value is not None]
+        at = f"micro-batch {self.micro_batch}, row {self.row}" + (f" ({', '.join(known)})" if known else "")
+        return f"{at}: {'where it begins could not be found' if self.origin is None else self.origin}"
+
+    def to_dict(self) -> dict[str, Any]:
+        origin = None if self.origin is None else {**self.origin.to_dict(), "told": str(self.origin)}
+        return {**asdict(self), "origin": origin}
+
+
+@dataclass(slots=True)
+class Look:
+    """What was seen of a step."""
+
+    loss: float
+    grad_norm: float | None
+    finite: bool
+    rows_in_step: int | None = None
+    poison: int = 0
+    rows: list[RowFound] = field(default_factory=list)
+    origin: Origin | None = None
+    full_precision: bool | None = None
+
+
+def look_into(window: Window, sources: Mapping[int, Sequence[Mapping[str, Any]]]) -> Look:
+    """Looks into a step that was computed; its gradients are gone on return."""
+    signals = window.signals()
+    look = Look(signals.loss, signals.grad_norm, signals.finite)
+    if look.finite:
+        return look
+    # Prepared micro-batches are noted when a step is computed again.
+    window.reexecute()
+    with window.experiment():
+        experiments = StepExperiments(window)
+        look.full_precision = experiments.finite_in_full_precision()
+        look.origin = experiments.origin(backward=True)
+        layouts = [window.layout(index) for index in range(window.size)]
+        if any(layout is None for layout in layouts):
+            return look
+        sizes = [layout.rows for layout in layouts if layout is not None]
+        look.rows_in_step = sum(sizes)
+        # A batch of a shape that is never trained on may raise.
+        with contextlib.suppress(TrainingFault):
+            poison = find_poison_rows(experiments, sizes, window.engine.view.device)
+            look.poison = sum(len(rows) for rows in poison.values())
+            places = [(index, row) for index, rows in poison.items() for row in rows]
+            for index, row in places[:_ROWS_LOOKED_INTO]:
+                known = list(sources.get(index, ()))
+                source = dict(known[row]) if row < len(known) else {}
+                look.rows.append(RowFound(index, row, source, experiments.origin_in_row(index, row)))
+    return look
+
+
+# ---- incidents: finds the incidents of a run whose batch was kept, and reads it ----
+
+
+@dataclass(frozen=True, slots=True)
+class KeptIncident:
+    """An incident whose batch was kept."""
+
+    id: str
+    step: int
+    path: Path
+    entry: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def what(self) -> str:
+        """The symptom and its cause in a few words."""
+        told = [str(self.entry[name]).replace("_", " ") for name in ("symptom", "cause") if self.entry.get(name)]
+        return ", ".join(told) or "not in the journal"
+
+    @property
+    def spiked_to(self) -> float | None:
+        """The gradient norm of a step that was finite and spiked; `None` for one that was not finite."""
+        again = (self.entry.get("evidence") or {}).get("again")
+        norm = again.get("grad_norm") if isinstance(again, Mapping) else None
+        # One that is not finite is written as a text.
+        return float(norm) if isinstance(norm, int | float) else None
+
+    def __str__(self) -> str:
+        return f"{self.id}  step {self.step}  {self.what}"
+
+
+def find_incident(run_dir: Path, wanted: str | int | None = None) -> KeptIncident:
+    """Finds the incident that is meant."""
+    entries = _journaled(run_dir)
+    kept = kept_incidents(run_dir, entries)
+    if wanted is None:
+        if not kept:
+            raise ReplayError(_none_kept(run_dir, entries))
+        return kept[-1]
+    name = str(wanted)
+    found = (
+        [each for each in kept if each.id == name]
+        or [each for each in kept if each.id.startswith(f"{name}.rank")]
+        or [each for each in kept if str(each.step) == name]
+    )
+    if len(found) == 1:
+        return found[0]
+    if found:
+        of_it = f"step {name}" if str(found[0].step) == name else name
+        raise ReplayError(f"{len(found)} incidents are of {of_it}. Please name one by its id:{_listed(found)}")
+    for entry in entries.values():
+        if name in (entry["incident"], str(entry["step"])):
+            raise ReplayError(
+                f"Of incident {entry['incident']} (step {entry['step']}: {entry['symptom']}, {entry['cause']}) no "
+                f"batch was kept: there is nothing to replay. {_why_not_kept(entry)}{_others(kept)}"
+            )
+    raise ReplayError(
+        f"There is no incident {name!r} in {run_dir}.{_others(kept) or ' ' + _none_kept(run_dir, entries)}"
+    )
+
+
+def kept_incidents(run_dir: Path, entries: Mapping[str, dict[str, Any]] | None = None) -> list[KeptIncident]:
+    """Lists the incidents of a run whose batch was kept, in the order in which they came."""
+    entries = _journaled(run_dir) if entries is None else entries
+    files = sorted((file.stat().st_mtime, file) for folder in _folders(run_dir) for file in folder.glob("*.pt"))
+    found = {}
+    for _, file in files:
+        name = file.name.removesuffix(".pt")
+        entry = entries.get(name, {})
+        step = entry.get("step")
+        found[name] = KeptIncident(name, _load(file)["step"] if step is None else int(step), file, entry)
+    return list(found.values())
+
+
+def load_kept(incident: KeptIncident) -> dict[str, Any]:
+    """Reads what was kept of an incident: tensors and plain values, no code."""
+    content = _load(incident.path)
+    if not {"micro_batches", "rng", "items"} <= content.keys():
+        raise ReplayError(
+            f"{incident.path} was kept by an earlier version of self_healing, without what a replay needs. It holds "
+            "the micro-batches: torch.load(path)['micro_batches']."
+        )
+    return content
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # Not its text: torch advises to load what is damaged with `weights_only=False`, which runs code from the file.
+        raise ReplayError(f"{file} cannot be read; is it complete? ({type(error).__name__})") from None
+    if not isinstance(content, dict) or "step" not in content:
+        raise ReplayError(f"{file} is not the batch of an incident.")
+    return content
+
+
+def _folders(run_dir: Path) -> list[Path]:
+    if not run_dir.is_dir():
+        raise ReplayError(f"There is no directory {run_dir}. Please name the output_dir (or healing_dir) of a run.")
+    places = [run_dir]
+    try:
+        journal = HealingReport.from_run_dir(run_dir).journal
+    except (OSError, ValueError):
+        journal = None
+    if journal is not None and Path(journal).parent.resolve() != run_dir.resolve():
+        places.append(Path(journal).parent)
+    return [folder for place in places if (folder := place / "incidents").is_dir()]
+
+
+def _journaled(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """Incidents by the name of the file that their batch would be kept in."""
+    try:
+        first = HealingReport.from_run_dir(run_dir)
+    except (OSError, ValueError):
+        return {}
+    found = {entry["incident"]: entry for entry in first.incidents}
+    for other in sorted(Path(str(first.journal)).parent.glob("healing_events.rank*.jsonl")):
+        with contextlib.suppress(OSError, ValueError):
+            incidents = HealingReport.from_run_dir(other).incidents
+            # An earlier version has given incidents of several ranks one name.
+            suffix = f".rank{rank_in(other)}"
+            found |= {f"{entry['incident'].removesuffix(suffix)}{suffix}": entry for entry in incidents}
+    return found
+
+
+def _none_kept(run_dir: Path, entries: Mapping[str, dict[str, Any]]) -> str:
+    if not entries:
+        return (
+            f"There is no incident in {run_dir}: nothing to replay. Please name the output_dir of a run that had one."
+        )
+    last = list(entries.values())[-1]
+    return f"No batch was kept for any incident in {run_dir}. {_why_not_kept(last)}"
+
+
+def _why_not_kept(entry: Mapping[str, Any]) -> str:
+    if str(entry.get("failure", "")).startswith(("nonfinite", "gradient_spike")):
+        return (
+            "Batches are kept with save_offending_batch=True and quarantine_text=True (both are the default), for at "
+            "most 20 incidents of a run, and 5 transient ones among them."
+        )
+    return (
+        "Batches are kept for steps whose loss or gradient is not finite, or spikes; other faults do not depend on a "
+        "batch."
+    )
+
+
+def _others(kept: list[KeptIncident]) -> str:
+    return f" Those with a batch:{_listed(kept)}" if kept else ""
+
+
+def _listed(kept: list[KeptIncident]) -> str:
+    return "".join(f"\n  {each}" for each in kept)
+
+
+# ---- weights ----
+
+
+def choose_weights(
+    incident: KeptIncident, kept: Mapping[str, Any], places: list[Path], checkpoint: str | None
+) -> WeightsChoice:
+    """
+    Chooses the weights: a checkpoint that was asked for, those kept with the incident, or the newest checkpoint from
+    before it that is not suspect and whose weights are finite.
+    """
+    if checkpoint is not None:
+        why = vet_weights(Path(checkpoint)) if Path(checkpoint).is_dir() else "there is no such directory"
+        if why is not None:
+            raise ReplayError(f"--checkpoint {checkpoint}: its weights cannot be loaded ({why}).")
+        step = _step_of(Path(checkpoint))
+        return WeightsChoice(_of_checkpoint(checkpoint, step, incident.step), step == incident.step, checkpoint, {})
+    if kept.get("weights"):
+        return WeightsChoice("those of the step itself, kept with the incident", True, None, kept["weights"])
+    candidates = []
+    for path in dict.fromkeys(each for place in places for each in checkpoints_in(place)):
+        step = _step_of(path)
+        if step is not None and step <= incident.step and _may_be_of(incident, kept, path):
+            candidates.append((step, path))
+    for step, path in sorted(candidates, key=lambda each: each[0], reverse=True):
+        if vet_weights(path) is None:
+            told = _of_checkpoint(str(path), step, incident.step)
+            return WeightsChoice(told, step == incident.step, str(path), {})
+    told = "those of the model that training began with: no checkpoint from before the incident is there"
+    return WeightsChoice(told, incident.step == 0, None, {})
+
+
+def _may_be_of(incident: KeptIncident, kept: Mapping[str, Any], checkpoint: Path) -> bool:
+    """Whether a checkpoint is not suspect, nor of a later run into the same directory, as far as its marker tells."""
+    marker = load_marker(checkpoint)
+    if marker is None:
+        return True
+    earlier = written_at(checkpoint) <= kept.get("time", incident.path.stat().st_mtime)
+    return speaks_for(marker) and (earlier or marker.get("run") == incident.id.rpartition("-")[0])
+
+
+def _of_checkpoint(path: str, step: int | None, at: int) -> str:
+    if step is None:
+        return f"those in {path}, of a step that is not known"
+    if step == at:
+        return f"those of the step itself, from {path}"
+    apart = abs(at - step)
+    when = "before" if step < at else "after"
+    return f"those of step {step}, {apart} step{'' if apart == 1 else 's'} {when} the incident, from {path}"
+
+
+def _step_of(checkpoint: Path) -> int | None:
+    try:
+        return finished_steps(checkpoint)
+    except Exception:
+        # Weights alone have no step, and a directory that cannot be read is refused elsewhere.
+        return None

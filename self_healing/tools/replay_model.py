@@ -1,4 +1,4 @@
-"""Builds a model and a trainer again from what was written down of them when the incident happened."""
+"""Model, trainer and weights for a replay."""
 
 from __future__ import annotations
 
@@ -8,14 +8,26 @@ import dataclasses
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Trainer
 
-from ..replaying.incidents import ReplayError
-from ..replaying.weights import WeightsChoice
+
+class ReplayError(ValueError):
+    """An incident that cannot be replayed; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsChoice:
+    """The weights for a replay."""
+
+    told: str
+    exact: bool
+    checkpoint: str | None
+    tensors: Mapping[str, Any]
 
 
 # Where a class named in a file may come from.

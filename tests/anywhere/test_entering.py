@@ -22,8 +22,8 @@ from transformers.trainer_utils import TrainOutput
 from trl import SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.anywhere.settings import environment
 from self_healing.tools.anywhere import entering, hook
+from self_healing.tools.anywhere.entering import environment
 
 
 plain_train = Trainer.train

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from self_healing import HealingConfig
-from self_healing.anywhere.settings import SITE, environment, settings_of_the_process
 from self_healing.tools.anywhere import hook
+from self_healing.tools.anywhere.entering import SITE, environment, settings_of_the_process
 
 
 def python(code: str, given: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -22,11 +22,11 @@ from conftest import TEXTS, dpo_trainer, grpo_trainer, leaning, rloo_trainer, sf
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from self_healing.detectors import rules
 from transformers import Trainer, TrainerCallback
 from typer.testing import CliRunner, Result
 
 from self_healing.failures.recipes import Severity, Symptom
+from self_healing.healers.numerics.detectors import rules
 from self_healing.healers.numerics.detectors.rules import (
     OBJECTIVES,
     Condition,

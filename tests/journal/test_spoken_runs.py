@@ -35,9 +35,8 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.anywhere.settings import environment
 from self_healing.journal.terminal import Terminal
-from self_healing.tools.anywhere.entering import way_in
+from self_healing.tools.anywhere.entering import environment, way_in
 from self_healing.tools.anywhere.hook import VARIABLE
 
 

@@ -42,11 +42,10 @@ from self_healing.checkpoints.marker import write_marker
 from self_healing.healers.numerics import healer
 from self_healing.healers.numerics.healer import KEPT_BATCHES, KEPT_OF_TRANSIENT, save_offending_batch
 from self_healing.hf.engine import Origin, watching_gradients
-from self_healing.replaying.incidents import find_incident, kept_incidents, load_kept
-from self_healing.replaying.weights import WeightsChoice, choose_weights
 from self_healing.system.random_state import RandomState
 from self_healing.tools.cli import app
-from self_healing.tools.replay_model import build_model
+from self_healing.tools.replay import choose_weights, find_incident, kept_incidents, load_kept
+from self_healing.tools.replay_model import WeightsChoice, build_model
 
 
 POISONED = (5, 17, 40)

@@ -28,7 +28,7 @@ logger = logging.getLogger("self_healing")
 
 
 # Seconds in which an exception that lets the training thread out of a collective has left `train()`.
-_LETTING_OUT, _GLANCE = 1.0, 0.05
+_LETTING_OUT, _GLANCE_AT_RANKS = 1.0, 0.05
 
 
 class HangWatch(Healer):
@@ -136,7 +136,7 @@ class HangWatch(Healer):
         instrument, deadline = self._run.attachment.instrument, time.monotonic() + _LETTING_OUT
         began = self._position()
         while not self._stands(began) and time.monotonic() < deadline:
-            time.sleep(_GLANCE)
+            time.sleep(_GLANCE_AT_RANKS)
             began = self._position()
         if instrument is not None and self._stands(began):
             self._leave_state(instrument, lambda: self._stands(began))

@@ -75,7 +75,7 @@ def line_of(frame: FrameType) -> str:
 
 def user_line_of(frame: FrameType | None) -> str | None:
     """Finds the innermost line of user code: not Python's, nor an installed package's, and called by the trainer."""
-    package = str(Path(__file__).parents[1]) + os.sep
+    package = str(Path(__file__).parents[2]) + os.sep
     while frame is not None and not frame.f_code.co_filename.startswith(package):
         if not _installed(frame.f_code.co_filename):
             return line_of(frame)

@@ -13,9 +13,9 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 from transformers import Trainer, TrainerCallback
 
-from ...anywhere.settings import settings_of_the_process
 from ...callback import SelfHealingCallback
 from ...config.healing_config import HealingConfig
+from .entering import settings_of_the_process
 
 
 class SelfHealingArgs(BaseModel):

@@ -1,24 +1,33 @@
-"""Enters `train()` of a trainer that the program has made through the wrapper."""
+"""`self-healing run` in a process of the program: its settings, and `train()` entered through the wrapper."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
+import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from transformers.trainer_utils import TrainOutput
 
-from ...anywhere.settings import given_settings, settings_of_the_process
 from ...callback import SelfHealingCallback, is_adopted
 from ...config.healing_config import HealingConfig
 from ...config.schema import ConfigurationError
+from ...healers.numerics.detectors.rules import load_rules
 from ...journal.terminal import speaking_of
 from ...trainer import SelfHealingTrainer
+from .hook import UNTOUCHED, VARIABLE
 
 
 logger = logging.getLogger("self_healing")
+
+
+# ---- entering: enters `train()` of a trainer that the program has made through the wrapper ----
 
 
 class _Within(SelfHealingTrainer):
@@ -77,3 +86,55 @@ def _config_for(trainer: Any) -> HealingConfig | None:
                 "`self-healing run` are not."
             )
     return None
+
+
+# ---- settings: the settings of `self-healing run`, on their way to the processes of the program ----
+
+
+PRESET_VARIABLE = "SELF_HEALING_PRESET"
+SITE = Path(__file__).parent / "site"
+
+
+def read_settings(path: Path) -> HealingConfig:
+    """Reads a TOML file of settings, for a program that may look for files from elsewhere."""
+    config = HealingConfig.from_toml(path)
+    if config.rules_file is None:
+        return config
+    rules = Path(config.rules_file).absolute()
+    try:
+        load_rules(rules)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path}: `rules_file` is {config.rules_file!r}, which cannot be read: {error.strerror} ({rules}). Please "
+            "check the path, or leave it out for the built-in rules."
+        ) from error
+    return replace(config, rules_file=str(rules))
+
+
+def environment(config: HealingConfig | None = None, given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Gives the environment in which the trainers of a program, and of the processes it starts, are healed."""
+    given = os.environ if given is None else given
+    before = [each for each in given.get("PYTHONPATH", "").split(os.pathsep) if Path(each) != SITE]
+    return {
+        **given,
+        "PYTHONPATH": os.pathsep.join([str(SITE), *(before if any(before) else ())]),
+        VARIABLE: json.dumps(None if config is None else config.to_dict()),
+        UNTOUCHED: os.path.join(tempfile.gettempdir(), f"self-healing-run.{os.getpid()}"),
+    }
+
+
+def given_settings() -> HealingConfig | None:
+    """The settings that `self-healing run` was given for this process, if it was."""
+    values = json.loads(os.environ.get(VARIABLE, "null"))
+    return None if values is None else HealingConfig.from_dict(values)
+
+
+def settings_of_the_process() -> HealingConfig:
+    """
+    The settings of this process: those that `self-healing run` was given, else the preset of `SELF_HEALING_PRESET`.
+    """
+    given = given_settings()
+    if given is not None:
+        return given
+    preset = os.environ.get(PRESET_VARIABLE)
+    return HealingConfig.from_dict({"healing_preset": preset} if preset else {})

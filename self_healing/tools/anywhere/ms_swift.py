@@ -10,8 +10,8 @@ from __future__ import annotations
 from swift.callbacks import callbacks_map
 from transformers import Trainer, TrainingArguments
 
-from ...anywhere.settings import settings_of_the_process
 from ...callback import SelfHealingCallback
+from .entering import settings_of_the_process
 
 
 NAME = "self_healing"
