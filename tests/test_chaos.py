@@ -1,4 +1,4 @@
-"""The faults of `self_healing.chaos`: when they strike, how often, what they leave behind, and what is survived."""
+"""The faults of chaos: when they strike, how often, what they leave behind, and what is survived."""
 
 from __future__ import annotations
 

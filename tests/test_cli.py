@@ -318,7 +318,7 @@ def test_the_command_line_needs_trl_only_for_the_demo() -> None:
         "from typer.testing import CliRunner\n"
         "from self_healing.tools.cli import app\n"
         "assert CliRunner().invoke(app, ['config']).exit_code == 0\n"
-        "assert 'self_healing.demo' not in sys.modules\n"
+        "assert 'self_healing.tools.demo.show' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -66,7 +66,7 @@ def test_a_public_name_is_what_its_module_has(name: str, module: str) -> None:
 
 
 def test_modules_are_attributes_of_the_package() -> None:
-    assert self_healing.demo.__name__ == "self_healing.demo"
+    assert self_healing.tools.__name__ == "self_healing.tools"
     assert {"HealingConfig", "__version__"} <= set(dir(self_healing))
 
 

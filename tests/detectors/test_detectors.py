@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import math
 import random
@@ -11,7 +10,6 @@ from itertools import cycle, islice
 from typing import Any
 
 import pytest
-import self_healing.detectors as detectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,13 +54,6 @@ def reading(z: float | None, value: float = 2.0, step: int = 0) -> Reading:
 
 def names(symptoms: list[Symptom]) -> list[str]:
     return [symptom.name for symptom in symptoms]
-
-
-@pytest.mark.parametrize("module", ["divergence", "panel", "progress", "spikes", "stillness", "trend"])
-def test_the_examples_in_the_docstrings_run(module: str) -> None:
-    target = getattr(detectors, module)
-    result = doctest.testmod(target, extraglobs={"LogTrend": LogTrend, "StepSignals": StepSignals})
-    assert result.failed == 0
 
 
 class TestSortedWindow:

@@ -321,8 +321,8 @@ def test_the_postmortem_is_strict_json_though_the_values_were_not_finite(tmp_pat
         "self_healing.hf.trainer_state.Bookkeeper.capture",
         "self_healing.hf.reentry.Reentry.step_ends",
         "self_healing.journal.journal.Journal.metrics",
-        "self_healing.instrument.Instrument.attach",
-        "self_healing.instrument.Window.signals",
+        "self_healing.hf.adapter.Instrument.attach",
+        "self_healing.hf.step.Window.signals",
     ],
 )
 @pytest.mark.parametrize("wrapped", [False, True], ids=["callback", "wrapper"])

@@ -1,5 +1,5 @@
 """
-Plugin for axolotl: `plugins: [self_healing.integrations.axolotl.SelfHealingPlugin]` in its YAML file.
+Plugin for axolotl: `plugins: [self_healing.tools.anywhere.axolotl.SelfHealingPlugin]` in its YAML file.
 
 Written against `axolotl.integrations.base.BasePlugin` of axolotl 0.19, and loaded by it.
 """

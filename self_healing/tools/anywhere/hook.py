@@ -87,7 +87,7 @@ def healed(plain: Callable[..., Any]) -> Callable[..., Any]:
             os.remove(os.environ.get(UNTOUCHED, ""))
         try:
             # By its name: this module is loaded without the package, which builds on it.
-            entering = importlib.import_module("self_healing.anywhere.entering")
+            entering = importlib.import_module("self_healing.tools.anywhere.entering")
         except Exception:
             _say("This training is not healed, because self_healing cannot be imported:\n" + traceback.format_exc())
             return plain(self, *args, **kwargs)

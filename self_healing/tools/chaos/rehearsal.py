@@ -1,8 +1,8 @@
 """
 Runs a script under faults in processes of its own, and tells what was survived.
 
-`python -m self_healing.chaos.rehearsal train.py --lr 1e-4` is what `self-healing chaos` and torchrun start: the script
-as it is, under the faults that `SELF_HEALING_CHAOS` names.
+`python -m self_healing.tools.chaos.rehearsal train.py --lr 1e-4` is what `self-healing chaos` and torchrun start: the
+script as it is, under the faults that `SELF_HEALING_CHAOS` names.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def command_line(script: Path, arguments: Sequence[str], restarts: int, processe
     if restarts > 0 or processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         launcher += ["--max-restarts", str(restarts)]
-    return [*launcher, "-m", "self_healing.chaos.rehearsal", str(script), *arguments]
+    return [*launcher, "-m", "self_healing.tools.chaos.rehearsal", str(script), *arguments]
 
 
 def environment(faults: str, seed: int, ledger: Path, min_gap: int | None) -> dict[str, str]:
