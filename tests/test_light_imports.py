@@ -20,7 +20,7 @@ HEAVY = ("torch", "transformers", "accelerate", "trl", "numpy")
 RUNS_COMMANDS = """
 import json, sys
 from typer.testing import CliRunner
-from self_healing.cli import app
+from self_healing.tools.cli import app
 for arguments in json.loads(sys.argv[1]):
     result = CliRunner().invoke(app, arguments)
     loaded = [name for name in json.loads(sys.argv[2]) if name in sys.modules]

@@ -390,7 +390,7 @@ def test_the_workers_that_the_training_thread_waited_for_are_ended_and_named(
     monkeypatch: pytest.MonkeyPatch,
     ended: list[int],
 ) -> None:
-    monkeypatch.setattr("self_healing.hf.dataloader.end_awaited_workers", lambda frame: ended)
+    monkeypatch.setattr("self_healing.healers.hangs.watchdog.end_awaited_workers", lambda frame: ended)
     watched = watch(recovers=True)
     watched.hang(12.0)
     watched.interrupted()
@@ -478,7 +478,7 @@ def test_a_run_that_ends_while_its_hang_is_written_down_is_neither_waited_for_no
     watch: Callable[..., Watched], sent: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = watch(recovers=True)
-    monkeypatch.setattr("self_healing.healers.hangs.threads.write_stacks", lambda *_: watched.stopping.set())
+    monkeypatch.setattr("self_healing.healers.hangs.watchdog.write_stacks", lambda *_: watched.stopping.set())
     watched.hang(10.5)
     assert sent == []
     assert watched.watchdog._alarm is None
@@ -578,7 +578,7 @@ def test_what_is_done_about_a_hang_keeps_no_process_from_its_end(
 ) -> None:
     seen: list[bool] = []
     monkeypatch.setattr(
-        "self_healing.healers.hangs.threads.write_stacks", lambda *_: seen.append(threading.current_thread().daemon)
+        "self_healing.healers.hangs.watchdog.write_stacks", lambda *_: seen.append(threading.current_thread().daemon)
     )
     watch(hang_action="notify").hang(12.0)
     assert seen == [True]

@@ -378,7 +378,7 @@ def test_a_failure_of_ours_while_recovering_leaves_the_users_exception(
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a bug of ours")
 
-    monkeypatch.setattr("self_healing.failures.classify.classify_exception", fail)
+    monkeypatch.setattr("self_healing.trainer.classify_exception", fail)
     trainer = sft_trainer(tmp_path, tokenizer)
     RaisingForward(trainer.model, lambda forward: forward == 3, lambda: error)
     with pytest.raises(ConnectionError) as caught:

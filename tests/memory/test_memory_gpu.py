@@ -436,7 +436,7 @@ class TestCopies:
         expected = {name: tensor.detach().clone() for name, tensor in live.parameters.items()}
         cuda = copies_of("cuda")
         assert cuda is not None
-        monkeypatch.setattr("self_healing.rollback.host_memory.copies_of", {"cuda": Slow(cuda)}.get)
+        monkeypatch.setattr("self_healing.rollback.snapshots.copies_of", {"cuda": Slow(cuda)}.get)
         ring._streams.clear()
         aside = ring.take(live, 3, {})
         ring.restore(trusted, live)

@@ -78,7 +78,7 @@ def test_a_report_that_cannot_be_written_stops_nothing(
     def refused(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no")
 
-    monkeypatch.setattr("self_healing.report.reading.read_run", refused)
+    monkeypatch.setattr("self_healing.report.output.read_run", refused)
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], max_steps=1)
     assert trainer.train().global_step == 1
     assert "The report of run" in caplog.text

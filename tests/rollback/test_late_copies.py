@@ -70,7 +70,7 @@ class LateCopies:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> LateCopies:
     late = LateCopies()
-    monkeypatch.setattr("self_healing.rollback.host_memory.copies_of", {"cpu": late}.get)
+    monkeypatch.setattr("self_healing.rollback.snapshots.copies_of", {"cpu": late}.get)
     return late
 
 
@@ -211,7 +211,7 @@ def test_a_copy_that_cannot_be_started_leaves_none_under_way(
 
     ring = SnapshotRing()
     ring._streams = {torch.device("meta"): Failing()}
-    monkeypatch.setattr("self_healing.rollback.host_memory.copies_of", {"cpu": late, "meta": late}.get)
+    monkeypatch.setattr("self_healing.rollback.snapshots.copies_of", {"cpu": late, "meta": late}.get)
     live.parameters["elsewhere"] = torch.empty(3, device="meta")
     with pytest.raises(RuntimeError, match="out of memory"):
         ring.take(live, 1, {})

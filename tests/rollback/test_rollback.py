@@ -693,7 +693,7 @@ class TestWithoutMemory:
     def test_a_run_goes_back_to_its_newest_trusted_checkpoint(
         self, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("self_healing.rollback.host_memory.free_host_memory", lambda: 1000)
+        monkeypatch.setattr("self_healing.rollback.ring.free_host_memory", lambda: 1000)
         trainer = sft_trainer(
             tmp_path,
             tokenizer,

@@ -283,7 +283,7 @@ def test_a_state_of_another_run_machine_or_number_of_ranks_is_not_taken(
     elif other == "ranks":
         run.shared.directory.rename(run.shared.directory.with_name("run-rank0-of-2"))
     else:
-        monkeypatch.setattr("self_healing.rollback.shared_memory.this_boot", lambda: "another one")
+        monkeypatch.setattr("self_healing.healers.restarts.shared_memory.this_boot", lambda: "another one")
     assert run.steps == []
 
 

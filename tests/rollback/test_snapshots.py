@@ -319,7 +319,7 @@ class TestRing:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
         with monkeypatch.context() as patch:
-            patch.setattr("self_healing.hf.state.extent_of", fail)
+            patch.setattr("self_healing.rollback.host_memory.extent_of", fail)
             with pytest.raises(torch.OutOfMemoryError):
                 ring.take(state, 1, {})
         assert not ring.take(state, 2, {}).allocated
@@ -362,7 +362,7 @@ class TestRing:
         ring, state = SnapshotRing(), self.state()
         for step in range(2):
             trusted(ring, state, step)
-        monkeypatch.setattr("self_healing.rollback.host_memory.free_host_memory", lambda: 0)
+        monkeypatch.setattr("self_healing.rollback.ring.free_host_memory", lambda: 0)
         assert not ring.fits(state)
         assert ring.shrink()
         assert ring.fits(state)
@@ -424,7 +424,7 @@ class TestPinnedMemory:
     @linux
     def test_is_one_block_of_the_size_of_the_state(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pinning = Pinning()
-        monkeypatch.setattr("self_healing.rollback.host_memory.copies_of", {"cpu": pinning}.get)
+        monkeypatch.setattr("self_healing.rollback.snapshots.copies_of", {"cpu": pinning}.get)
         state = self.state()
         ring = SnapshotRing()
         ring.take(state, 0, {})
@@ -434,7 +434,7 @@ class TestPinnedMemory:
     @linux
     def test_is_let_go_of_before_it_is_unmapped(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pinning = Pinning()
-        monkeypatch.setattr("self_healing.rollback.host_memory.copies_of", {"cpu": pinning}.get)
+        monkeypatch.setattr("self_healing.rollback.snapshots.copies_of", {"cpu": pinning}.get)
         ring = SnapshotRing()
         ring.take(self.state(), 0, {})
         (address,) = pinning.pinned
@@ -444,7 +444,7 @@ class TestPinnedMemory:
     def test_that_cannot_be_had_is_ordinary_memory(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr("self_healing.rollback.host_memory.copies_of", {"cpu": Pinning(can=False)}.get)
+        monkeypatch.setattr("self_healing.rollback.snapshots.copies_of", {"cpu": Pinning(can=False)}.get)
         state = self.state()
         with caplog.at_level("INFO", logger="self_healing"):
             snapshot = SnapshotRing().take(state, 0, {})

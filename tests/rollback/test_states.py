@@ -198,7 +198,7 @@ class TestTrust:
 
 class TestHostMemory:
     def test_that_is_short_switches_snapshots_off(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("self_healing.rollback.host_memory.free_host_memory", lambda: 0)
+        monkeypatch.setattr("self_healing.rollback.ring.free_host_memory", lambda: 0)
         run = SmallRun(tmp_path)
         run.enter()
         run.train(10)

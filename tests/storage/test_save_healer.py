@@ -79,7 +79,7 @@ def test_one_that_was_there_already_is_not_touched(saves: Saves, tmp_path: Path,
 def test_one_that_cannot_be_removed_is_said_loudly(
     saves: Saves, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("self_healing.checkpoints.retention.remove_torn", lambda path: "it is held open")
+    monkeypatch.setattr("self_healing.healers.saves.remove_torn", lambda path: "it is held open")
     saves.fail(5)
     assert saves.actions[0] == ("remove_partial_checkpoint", False)
     assert "could not be removed (it is held open)" in caplog.text
@@ -158,7 +158,7 @@ def test_with_make_room_the_oldest_that_may_go_does_once_in_a_step(
     saves = Saves(tmp_path, make_room_for_checkpoints=True)
     gone = saves.checkpoint(1)
     monkeypatch.setattr(
-        "self_healing.checkpoints.retention.expendable_checkpoint",
+        "self_healing.healers.saves.expendable_checkpoint",
         lambda run, directory, best: gone if oldest else None,
     )
     assert saves.fail(5) is oldest
