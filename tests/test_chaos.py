@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import (
-    POISON_WORD,
     TEXTS,
     TRAINERS,
     assert_same_weights,
@@ -25,14 +24,12 @@ from conftest import (
     journal,
     logged,
     plain_trainer,
-    quarantined,
     sft_trainer,
-    tiny_model,
     weights,
 )
 from datasets import Dataset
 from torch import nn
-from transformers import AutoModelForSequenceClassification, BertConfig, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from typer.testing import CliRunner
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
@@ -41,7 +38,6 @@ from self_healing.journal.journal import Journal
 from self_healing.tools.chaos.callback import Chaos
 from self_healing.tools.chaos.faults import (
     KINDS,
-    Fault,
     FaultError,
     Ledger,
     Schedule,
@@ -50,7 +46,6 @@ from self_healing.tools.chaos.faults import (
     strike_ranks,
     strike_steps,
 )
-from self_healing.tools.chaos.injectors import output_module, rows_of, wait_in_c
 from self_healing.tools.chaos.rehearsal import Survival, survived
 from self_healing.tools.cli import app
 
@@ -91,25 +86,14 @@ def unprotected(directory: Path, tokenizer: Any, faults: str, maker: Any = sft_t
 @pytest.mark.parametrize(
     "text",
     [
-        "nan_loss@12",
-        "sigkill@30",
         "nan_loss*3@random",
         "oom*always@4",
-        "hang@20:seconds=5",
         "hang@20:seconds=0.5:where=forward:wait=native",
-        "bad_sample@random:index=17",
-        "torn_checkpoint@9:then=sigkill",
         "nan_loss@12:rank=3",
     ],
 )
 def test_a_fault_is_read_as_it_is_written(text: str) -> None:
     assert str(parse_fault(text)) == text
-
-
-def test_what_is_left_out_has_defaults() -> None:
-    fault = parse_fault("hang")
-    assert (fault.at, fault.limit, fault.get("where"), fault.get("wait")) == ("random", 1, "data", "python")
-    assert parse_fault("bad_sample").limit is None
 
 
 def test_all_is_every_fault_there_is() -> None:
@@ -122,16 +106,11 @@ def test_all_is_every_fault_there_is() -> None:
     [
         ("nan_losss@2", "There is no fault 'nan_losss'. Did you mean 'nan_loss'?"),
         ("oom@soon", "at='soon' must be a whole number from 0, or 'random'"),
-        ("oom@-1", "at=-1 must be"),
         ("oom*none", "times='none' must be a whole number from 1, or 'always'"),
-        ("oom*0", "times=0"),
         ("nan_loss:seconds=3", "nan_loss has no parameter 'seconds'; it takes rank"),
         ("hang:where=moon", "where='moon' must be one of data, forward"),
-        ("hang:seconds=-1", "seconds=-1 must be a number above 0"),
-        ("sigkill:rank=-1", "sigkill: rank=-1 must be a whole number from 0"),
         ("bad_sample:index=-3", "index=-3 must be a whole number from 0"),
         ("hang:5", "'5' is no parameter of hang, which takes: seconds, where, wait, rank"),
-        ("@3", "There is no fault ''"),
         ("", "There are no faults in ''"),
     ],
 )
@@ -144,8 +123,8 @@ def test_a_fault_that_makes_no_sense_is_refused(text: str, said: str) -> None:
 # ---- when they strike ----
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_between_random_steps_there_is_room_to_recover(seed: int) -> None:
+def test_between_random_steps_there_is_room_to_recover() -> None:
+    seed = 0
     before = random.getstate()
     steps = strike_steps(parse_faults("all"), 400, seed, min_gap=20)
     assert random.getstate() == before
@@ -162,39 +141,12 @@ def test_a_run_that_is_too_short_for_them_is_refused() -> None:
         strike_steps(parse_faults("all"), 60, seed=0, min_gap=10)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("Trainer", "SFTTrainer", "GRPOTrainer") else pytest.param(name, marks=pytest.mark.slow)
-        for name in TRAINERS
-    ],
-)
+@pytest.mark.parametrize("name", ["Trainer", "GRPOTrainer"])
 def test_a_fault_strikes_once_at_its_step(name: str, tmp_path: Path, tokenizer: Any) -> None:
     trainer, rows = rehearsed(tmp_path, tokenizer, "nan_loss@1,inf_gradient@2", TRAINERS[name], max_steps=4)
     assert trainer.state.global_step == 4
     assert strikes(tmp_path) == [("nan_loss", 1), ("inf_gradient", 2)]
     assert all(row.effect and row.incident for row in rows), "the loss has seen it"
-
-
-def test_a_fault_that_is_asked_for_several_times_strikes_in_as_many_steps(tmp_path: Path, tokenizer: Any) -> None:
-    rehearsed(tmp_path, tokenizer, "nan_loss*3@1")
-    assert strikes(tmp_path) == [("nan_loss", 1), ("nan_loss", 2), ("nan_loss", 3)]
-
-
-def test_calls_fail_one_after_the_other(tmp_path: Path, tokenizer: Any) -> None:
-    config = HealingConfig(retry_initial_seconds=0.01)
-    trainer, rows = rehearsed(tmp_path, tokenizer, "network_error*2@1", grpo_trainer, config=config)
-    assert trainer.state.global_step == 4
-    assert strikes(tmp_path) == [("network_error", 1), ("network_error", 1)]
-    assert {row.detail["where"] for row in rows} == {"reward"}
-
-
-def test_a_transient_fault_is_gone_when_the_step_is_computed_again(tmp_path: Path, tokenizer: Any) -> None:
-    untouched = sft_trainer(tmp_path / "plain", tokenizer)
-    untouched.train()
-    trainer, rows = rehearsed(tmp_path, tokenizer, "nan_loss@2")
-    assert [row.outcome for row in rows] == ["resolved"]
-    assert_same_weights(weights(trainer), weights(untouched))
 
 
 def test_one_that_always_strikes_is_not(tmp_path: Path, tokenizer: Any) -> None:
@@ -249,22 +201,9 @@ def test_all_ranks_draw_the_same_ranks_and_other_seeds_draw_others(tmp_path: Pat
     assert ranks_under(tmp_path, "all", 4, seed=1)[0].ranks != drawn[0]
 
 
-def test_each_rank_strikes_what_is_its_own(tmp_path: Path) -> None:
-    first, second = ranks_under(tmp_path, "oom@3:rank=1, nan_loss@3:rank=0", 2)
-    first.step.value = second.step.value = 3
-    assert [list(first.due(kind)) for kind in ("oom", "nan_loss")] == [[], [1]]
-    assert [list(second.due(kind)) for kind in ("oom", "nan_loss")] == [[0], []]
-
-
-@pytest.mark.parametrize(("ranks", "struck"), [(2, {2}), ([1, 3], {1, 3}), ("any", {0, 1, 2, 3})])
+@pytest.mark.parametrize(("ranks", "struck"), [([1, 3], {1, 3}), ("any", {0, 1, 2, 3})])
 def test_the_ranks_to_draw_from_can_be_named(ranks: Any, struck: set[int]) -> None:
     assert set(strike_ranks(parse_faults("all"), 4, seed=0, among=ranks)) == struck
-
-
-@pytest.mark.parametrize("ranks", ["every", -1, [], [0, "1"], True])
-def test_ranks_that_are_none_are_refused(ranks: Any, tmp_path: Path) -> None:
-    with pytest.raises(FaultError, match=r"please give 'any', a rank \(from 0\), or a list of ranks"):
-        chaos(tmp_path, "oom", ranks=ranks)
 
 
 def test_a_rank_that_the_job_does_not_have_is_refused(tmp_path: Path, tokenizer: Any) -> None:
@@ -272,82 +211,6 @@ def test_a_rank_that_the_job_does_not_have_is_refused(tmp_path: Path, tokenizer:
         strike_ranks(parse_faults("oom:rank=4"), 4, seed=0, among="any")
     with pytest.raises(FaultError, match="cannot strike rank 1: this job has 1"):
         unprotected(tmp_path, tokenizer, "oom@1:rank=1")
-
-
-def test_what_has_struck_one_rank_strikes_no_rank_again(tmp_path: Path) -> None:
-    faults = "sigkill@3, oom*2@3"
-    before = ranks_under(tmp_path, faults, 4)
-    for number in range(2):
-        with before[before[0].ranks[number]].strike(number):
-            pass
-    # Started again with another number of ranks, which are drawn anew.
-    for now in ranks_under(tmp_path, faults, 3):
-        now.step.value = 5
-        assert list(now.due("sigkill")) == []
-        assert now.counts[1] == 1
-
-
-def test_a_sample_that_one_rank_found_to_be_bad_is_bad_for_all(tmp_path: Path) -> None:
-    first, second = ranks_under(tmp_path, "bad_sample@3, poison_samples@3", 2, among=1)
-    first.step.value = second.step.value = 4
-    for number, detail in enumerate(({"index": 17}, {"rows": ["a row"]})):
-        with second.strike(number, **detail):
-            pass
-    first.look_at_other_ranks()
-    assert first.poison == {"a row"}
-    assert first.bad_index[0] == 17
-
-
-def test_the_ledger_is_that_of_all_ranks(tmp_path: Path) -> None:
-    ledgers = [Ledger(tmp_path / "chaos.jsonl") for _ in range(3)]
-    for rank in (2, 0):
-        ledgers[rank].rank = rank
-        ledgers[rank].strike("oom@1", "oom", 1, 1, {})
-    ledgers[2].write("effect", fault="oom@1", count=1, effect=False, detail={})
-    read = Ledger(tmp_path / "chaos.jsonl").strikes()
-    assert [(strike.rank, strike.effect) for strike in read] == [(2, False), (0, True)]
-
-
-def test_incidents_are_looked_for_in_the_journals_of_all_ranks(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "chaos.jsonl")
-    ledger.rank = 1
-    ledger.strike("oom@4", "oom", 4, 1, {})
-    for rank, failure in ((0, FailureType.NETWORK), (1, FailureType.OUT_OF_MEMORY)):
-        record = Journal(tmp_path / "run", HealingConfig(), "run", rank=rank)
-        incident = record.open(4, "seen", {})
-        record.diagnosed(incident, failure, "found", {})
-        record.closed(incident, "resolved" if rank else "fatal")
-    (row,) = survived(ledger, tmp_path / "run")
-    assert (row.rank, row.incident, row.outcome) == (1, "run-001.rank1", "resolved")
-
-
-@pytest.mark.parametrize(("started_again", "outcome"), [(True, "started again"), (False, "fatal")])
-def test_what_ended_another_rank_is_survived_if_that_begins_again(
-    started_again: bool, outcome: str, tmp_path: Path
-) -> None:
-    ledger = Ledger(tmp_path / "chaos.jsonl")
-    ledger.rank = 1
-    ledger.strike("oom@4", "oom", 4, 1, {})
-    record = Journal(tmp_path / "run", HealingConfig(), "run", rank=1)
-    incident = record.open(4, "out_of_memory", {})
-    record.diagnosed(incident, FailureType.OUT_OF_MEMORY, "in forward", {})
-    record.closed(incident, "fatal")
-    if started_again:
-        record.event("run_started", 2)
-    (row,) = survived(ledger, tmp_path / "run")
-    assert (row.outcome, row.survived) == (outcome, started_again)
-
-
-def test_the_end_of_the_other_ranks_speaks_of_the_one_that_failed(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "chaos.jsonl")
-    ledger.rank = 1
-    ledger.strike("network_error@4", "network_error", 4, 1, {})
-    record = Journal(tmp_path / "run", HealingConfig(), "run")
-    for failed, failure in ((2, "network"), (1, "out_of_memory"), (1, "network")):
-        incident = record.open(4, "failure_on_another_rank", {"rank": failed, "failure": failure})
-        record.diagnosed(incident, FailureType.PROCESS_DIED, f"rank {failed}", {})
-    (row,) = survived(ledger, tmp_path / "run")
-    assert row.incident == "run-003"
 
 
 # ---- what they leave behind ----
@@ -385,15 +248,6 @@ def test_faults_that_never_strike_change_nothing(tmp_path: Path, tokenizer: Any)
     assert strikes(tmp_path) == []
     assert_same_weights(weights(trainer), weights(untouched))
     assert logged(trainer) == logged(untouched)
-
-
-def test_they_come_before_whatever_guards_against_them(tmp_path: Path, tokenizer: Any) -> None:
-    late = SelfHealingCallback()
-    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[late, chaos(tmp_path, "nan_loss@1")])
-    assert isinstance(trainer.callback_handler.callbacks[0], Chaos)
-    other = sft_trainer(tmp_path / "run", tokenizer, callbacks=[late])
-    attached = chaos(tmp_path, "nan_loss@1").attach(other)
-    assert other.callback_handler.callbacks[0] is attached
 
 
 def test_a_mistake_in_a_fault_does_not_end_the_run(
@@ -434,24 +288,6 @@ def test_a_nan_reaches_the_loss_of_any_network(tmp_path: Path, tokenizer: Any) -
     assert all(row.effect and row.incident for row in survived(tmp_path / "chaos.jsonl", tmp_path / "run"))
 
 
-def test_the_place_of_a_nan_is_found_in_other_networks(tokenizer: Any) -> None:
-    llama = tiny_model(tokenizer)
-    assert output_module(llama) is llama.model.norm
-    small = {"vocab_size": 40, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
-    bert = AutoModelForSequenceClassification.from_config(BertConfig(num_hidden_layers=2, **small))
-    assert output_module(bert) is bert.bert.encoder.layer[-1], "its norms are inside of the blocks, or before them"
-
-
-def test_a_poison_sample_is_known_again_however_it_is_padded() -> None:
-    batches = torch.tensor([[5, 6, 7]]), torch.tensor([[0, 0, 5, 6, 7]]), torch.tensor([[5, 6, 7, 0]])
-    by_mask = {
-        row for ids in batches for row in rows_of({"input_ids": ids, "attention_mask": (ids != 0).long()}, None)
-    }
-    by_token = {row for ids in batches for row in rows_of({"input_ids": ids}, 0)}
-    assert by_mask == by_token
-    assert len(by_mask) == 1
-
-
 def test_a_poison_sample_stays_one(tmp_path: Path, tokenizer: Any) -> None:
     # Skipped, not quarantined: it comes again.
     config = HealingConfig(on_nonfinite="skip", nan_patience=10, max_skipped_fraction=1.0)
@@ -463,30 +299,12 @@ def test_a_poison_sample_stays_one(tmp_path: Path, tokenizer: Any) -> None:
     assert {event["step"] // 2 for event in journal(tmp_path / "run", "detected")} == {0, 1, 2, 3}
 
 
-def test_a_poison_sample_can_be_chosen_by_a_token_it_holds(tmp_path: Path, tokenizer: Any) -> None:
-    token = tokenizer(POISON_WORD).input_ids[0]
-    texts = [*TEXTS[:11], f"{POISON_WORD} {TEXTS[11]}", *TEXTS[12:16]]
-    holding = {row for row, text in enumerate(texts) if token in tokenizer(text).input_ids}
-    assert len(holding) < 16
-    faults = f"poison_samples@0:rows=16:token={token}"
-    _, rows = rehearsed(tmp_path, tokenizer, faults, texts=texts, max_steps=4)
-    assert rows[0].effect
-    assert set() < {row["dataset_index"] for row in quarantined(tmp_path / "run")} <= holding
-
-
 def test_a_bad_sample_raises_whenever_it_is_loaded(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="sample 9 cannot be decoded"):
         unprotected(tmp_path, tokenizer, "bad_sample:index=9", plain_trainer, max_steps=40)
     with pytest.raises(ValueError, match="sample 9 cannot be decoded"):
         unprotected(tmp_path, tokenizer, "bad_sample:index=9", plain_trainer, max_steps=40)
     assert len(strikes(tmp_path)) == 1
-
-
-def test_a_bad_sample_raises_in_a_worker(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="cannot be decoded"):
-        unprotected(tmp_path, tokenizer, "bad_sample@1", max_steps=8, dataloader_num_workers=2)
-    (strike,) = Ledger(tmp_path / "chaos.jsonl").strikes()
-    assert strike.pid != os.getpid()
 
 
 def test_a_stream_takes_no_faults_and_says_so(
@@ -529,28 +347,9 @@ def test_a_torn_checkpoint_is_cut_off_after_it_was_written(tmp_path: Path, token
     assert copies[4].stat().st_size == whole
 
 
-def test_a_wait_in_c_is_not_ended_by_a_signal_handler() -> None:
-    class Woken(Exception):
-        pass
-
-    def wake(*_: Any) -> None:
-        raise Woken
-
-    before = signal.signal(signal.SIGALRM, wake)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        began = time.monotonic()
-        with pytest.raises(Woken):
-            wait_in_c(1.0)
-        assert time.monotonic() - began >= 0.9
-    finally:
-        signal.signal(signal.SIGALRM, before)
-
-
-@pytest.mark.parametrize("place", ["data", "forward"])
-def test_a_slow_step_takes_longer_and_does_nothing_else(place: str, tmp_path: Path, tokenizer: Any) -> None:
+def test_a_slow_step_takes_longer_and_does_nothing_else(tmp_path: Path, tokenizer: Any) -> None:
     began = time.monotonic()
-    _, rows = rehearsed(tmp_path, tokenizer, f"slow_step@2:seconds=0.5:where={place}")
+    _, rows = rehearsed(tmp_path, tokenizer, "slow_step@2:seconds=0.5:where=data")
     assert time.monotonic() - began > 0.5
     assert [(row.incident, row.outcome, row.survived) for row in rows] == [(None, "within its timeout", True)]
 
@@ -589,8 +388,6 @@ def events_of(directory: Path, failure: FailureType, outcome: str | None = "reso
     ("kind", "failure"),
     [
         ("sigkill", FailureType.PROCESS_DIED),
-        ("sigterm", FailureType.PREEMPTED),
-        ("hang", FailureType.HANG),
         ("bad_sample", FailureType.BAD_DATA),
         ("disk_full", FailureType.DISK),
     ],
@@ -605,41 +402,6 @@ def test_each_fault_is_matched_with_its_incident(kind: str, failure: FailureType
     (row,) = survived(ledger, tmp_path / "run")
     assert row.incident == f"run-{failure}-001"
     assert (row.outcome, row.survived) == ("resolved", True)
-
-
-def test_an_incident_from_before_the_strike_is_not_its_own(tmp_path: Path) -> None:
-    events_of(tmp_path / "run", FailureType.PROCESS_DIED)
-    ledger = Ledger(tmp_path / "chaos.jsonl")
-    ledger.write("strike", fault="sigkill@40", kind="sigkill", step=40, count=1, time=time.time() + 60)
-    (row,) = survived(ledger, tmp_path / "run")
-    assert row.incident is None
-
-
-def test_two_strikes_do_not_share_one_incident(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "chaos.jsonl")
-    ledger.strike("sigkill@4", "sigkill", 4, 1, {})
-    ledger.strike("sigkill@40", "sigkill", 40, 1, {})
-    events_of(tmp_path / "run", FailureType.PROCESS_DIED)
-    first, second = survived(ledger, tmp_path / "run")
-    assert (first.survived, second.survived) == (True, False)
-
-
-def test_a_death_is_that_of_the_process_the_next_one_names(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "chaos.jsonl")
-    ledger.strike("sigkill@4", "sigkill", 4, 1, {})
-    record = Journal(tmp_path / "run", HealingConfig(), "run")
-    for pid in (os.getpid() + 1, os.getpid()):
-        record.diagnosed(record.open(4, "process_died", {"pid": pid}), FailureType.PROCESS_DIED, "killed", {})
-    (row,) = survived(ledger, tmp_path / "run")
-    assert row.incident == "run-002"
-
-
-def test_an_incident_that_ended_the_run_was_not_survived(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "chaos.jsonl")
-    ledger.strike("oom@4", "oom", 4, 1, {})
-    events_of(tmp_path / "run", FailureType.OUT_OF_MEMORY, "fatal")
-    (row,) = survived(ledger, tmp_path / "run")
-    assert (row.outcome, row.survived) == ("fatal", False)
 
 
 def test_a_torn_checkpoint_counts_only_if_it_had_to_be_read(tmp_path: Path) -> None:
@@ -741,10 +503,3 @@ def test_the_table_of_faults_in_the_docs_is_up_to_date() -> None:
         assert kind.what in row
         assert all(f"`{parameter}" in row for parameter in kind.parameters)
         assert row.endswith("| calls |" if kind.counts_calls else "| steps |")
-
-
-def test_python_code_may_name_faults_either_way(tmp_path: Path) -> None:
-    by_object = chaos(tmp_path, [Fault("nan_loss", at=12), "oom@3"])  # type: ignore[arg-type]
-    assert by_object.faults == (Fault("nan_loss", at=12), Fault("oom", at=3))
-    with pytest.raises(FaultError, match="at least one fault"):
-        chaos(tmp_path, [])  # type: ignore[arg-type]

@@ -3,7 +3,6 @@ import functools
 import inspect
 import re
 from collections import Counter
-from fractions import Fraction
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -23,7 +22,6 @@ from self_healing import (
     SelfHealingCallback,
     SelfHealingTrainer,
 )
-from self_healing.config.schema import SECTIONS, Setting
 
 
 NAMES = [f.name for f in dataclasses.fields(HealingConfig)]
@@ -101,9 +99,6 @@ class TestParsers:
             "trackio_alerts": False,
         }
 
-    def test_options_are_spelled_with_hyphens_too(self, parse):
-        assert changes(parse("--nan-patience", "5")) == {"nan_patience": 5}
-
     def test_the_no_twin_switches_a_flag_off(self, parse):
         assert changes(parse("--no_drop_poison_rows")) == {"drop_poison_rows": False}
 
@@ -122,25 +117,15 @@ class TestParsers:
     def test_the_command_line_overrides_yaml(self, parse_yaml):
         assert changes(parse_yaml("nan_patience: 5\n", "--nan_patience", "6")) == {"nan_patience": 6}
 
-    def test_yaml_is_validated(self, parse_yaml):
-        # argparse does not hold defaults, which is what the TrlParser makes of YAML, against its choices.
-        with pytest.raises(ConfigurationError, match="`on_nonfinite` is 'heall'"):
-            parse_yaml("on_nonfinite: heall\n")
-
     def test_a_preset_is_chosen_by_a_flag(self, parse):
         assert parse("--healing_preset", "aggressive") == HealingConfig.aggressive()
         assert parse("--healing_preset", "conservative") == HealingConfig.conservative()
-
-    def test_a_preset_is_chosen_in_yaml(self, parse_yaml):
-        assert parse_yaml("healing_preset: aggressive\n") == HealingConfig.aggressive()
-        assert parse_yaml("healing_preset: aggressive\n", "--healing_preset", "default") == HealingConfig()
 
     @pytest.mark.parametrize("first", [True, False])
     @pytest.mark.parametrize(
         ("name", "value", "flags"),
         [
             ("nan_patience", 3, ["--nan_patience", "3"]),
-            ("max_skipped_fraction", 0.1, ["--max-skipped-fraction", "0.1"]),
             ("on_divergence", "heal", ["--on_divergence", "heal"]),
             ("drop_poison_rows", True, ["--drop_poison_rows"]),
             ("drop_poison_rows", True, ["--drop_poison_rows", "true"]),
@@ -152,16 +137,6 @@ class TestParsers:
         config = parse(*flags, *preset) if first else parse(*preset, *flags)
         assert config == HealingConfig.conservative(**{name: value})
         assert getattr(config, name) == value
-
-    def test_yaml_wins_over_the_preset_even_where_it_is_the_default(self, parse_yaml):
-        yaml = "healing_preset: conservative\nnan_patience: 3\ndrop_poison_rows: true\non_divergence: heal\n"
-        expected = HealingConfig.conservative(nan_patience=3, drop_poison_rows=True, on_divergence="heal")
-        assert parse_yaml(yaml) == expected
-
-    def test_a_dict_is_parsed_next_to_the_sft_config(self, tmp_path):
-        arguments = {"output_dir": str(tmp_path), "report_to": "none", "bf16": False, "nan_patience": 5}
-        _, config = HfArgumentParser((SFTConfig, HealingConfig)).parse_dict(arguments)
-        assert changes(config) == {"nan_patience": 5}
 
     @pytest.mark.parametrize("parser_class", [HfArgumentParser, TrlParser])
     def test_help_lists_every_option_once(self, parser_class):
@@ -190,60 +165,16 @@ class TestFields:
         described = "*optional*)" if default is None else f"*optional*, defaults to `{shown}`)"
         assert re.search(rf"^ +{name} \(`\w+`, {re.escape(described)}:$", HealingConfig.__doc__, flags=re.MULTILINE)
 
-    @pytest.mark.parametrize("name", NAMES)
-    def test_every_setting_belongs_to_a_section(self, name):
-        (setting,) = inspect.get_annotations(HealingConfig, eval_str=True)[name].__metadata__
-        assert isinstance(setting, Setting)
-        assert setting.section in SECTIONS
-
-    def test_no_setting_is_named_like_a_section(self):
-        assert set(NAMES) & set(SECTIONS) == set()
-
 
 class TestValidation:
     @pytest.mark.parametrize(
         ("name", "value"),
         [
-            ("on_nonfinite", "warn"),
-            ("nan_patience", 1),
-            ("reexecute_attempts", 0),
-            ("reexecute_attempts", 10),
-            ("max_poison_fraction", 1e-9),
-            ("max_poison_fraction", 1.0),
-            ("max_recovery_attempts", 0),
-            ("retry_initial_seconds", 0.0),
-            ("retry_max_seconds", 5.0),
-            ("healing_dir", None),
-            ("healing_dir", "a b/ü"),
-        ],
-    )
-    def test_a_value_at_the_edge_is_accepted(self, name, value):
-        assert getattr(HealingConfig(**{name: value}), name) == value
-
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
             ("nan_patience", 0),
-            ("nan_patience", -1),
-            ("reexecute_attempts", -1),
-            ("reexecute_attempts", 11),
-            ("max_poison_fraction", 0),
-            ("max_poison_fraction", 1.01),
-            ("max_skipped_fraction", 0.0),
             ("max_skipped_fraction", 2),
-            ("skip_window", 0),
-            ("max_quarantined_fraction", -0.1),
-            ("scaler_patience", 0),
             ("max_recovery_attempts", -1),
-            ("budget_refund_steps", 0),
-            ("retry_initial_seconds", -0.1),
-            ("retry_max_seconds", -1),
-            ("outcome_steps", 0),
-            ("loss_spike_z", 0),
             ("gradient_explosion", -1),
-            ("max_spike_skips", -1),
             ("zclip_decay", 1.0),
-            ("zclip_warmup_steps", 1),
         ],
     )
     def test_a_number_out_of_range_is_refused(self, name, value):
@@ -254,57 +185,21 @@ class TestValidation:
         ("name", "value"),
         [
             ("on_nonfinite", "heall"),
-            ("on_nonfinite", True),
-            ("on_nonfinite", None),
-            ("on_nonfinite", ["heal"]),
             ("nan_patience", True),
-            ("nan_patience", 3.0),
             ("nan_patience", "3"),
-            ("nan_patience", None),
-            ("nan_patience", {}),
-            ("max_poison_fraction", True),
-            ("max_poison_fraction", "0.5"),
-            ("max_poison_fraction", None),
-            ("drop_poison_rows", 1),
-            ("drop_poison_rows", "true"),
-            ("drop_poison_rows", None),
+            ("max_skipped_fraction", "0.5"),
             ("healing_dir", 3),
-            ("healing_dir", b"outputs"),
-            ("healing_dir", Path(" ")),
-            ("nan_patience", np.float64(3)),
-            ("nan_patience", np.True_),
-            ("loss_spike_z", Fraction(10**400)),
-            ("healing_dir", ""),
             ("healing_dir", " "),
-            ("healing_dir", "a\0b"),
-            ("healing_dir", "a\udcff"),
         ],
     )
     def test_a_value_of_the_wrong_kind_is_refused(self, name, value):
         with pytest.raises(ConfigurationError, match=f"`{name}` is "):
             HealingConfig(**{name: value})
 
-    @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 10**400])
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_a_number_that_is_not_finite_is_refused(self, value):
         with pytest.raises(ConfigurationError, match=r"`retry_max_seconds` is .* must be a finite number"):
             HealingConfig(retry_max_seconds=value)
-
-    @pytest.mark.parametrize(
-        ("name", "value", "kept"),
-        [
-            ("healing_dir", Path("outputs"), "outputs"),
-            ("rules_file", Path("rules.toml"), "rules.toml"),
-            ("nan_patience", np.int64(3), 3),
-            ("loss_spike_z", np.float32(4), 4.0),
-            ("retry_max_seconds", np.int64(600), 600.0),
-        ],
-    )
-    def test_what_means_the_same_is_kept_as_what_python_has_for_it(self, name, value, kept):
-        for config in (HealingConfig(**{name: value}), HealingConfig.from_dict({name: value})):
-            assert (getattr(config, name), type(getattr(config, name))) == (kept, type(kept))
-
-    def test_an_integer_for_a_float_is_converted(self):
-        assert type(HealingConfig(retry_max_seconds=600).retry_max_seconds) is float
 
     def test_the_longest_wait_may_not_be_shorter_than_the_first(self):
         with pytest.raises(ConfigurationError, match=r"`retry_max_seconds` is 0\.5, but must be at least"):
@@ -314,8 +209,6 @@ class TestValidation:
         ("name", "value", "kept"),
         [
             ("zclip_mode", False, "off"),
-            ("hang_action", False, "off"),
-            ("launcher_restarts", False, "no"),
             ("launcher_restarts", True, "yes"),
         ],
     )
@@ -338,10 +231,6 @@ class TestValidation:
     def test_a_config_cannot_be_changed_past_its_checks(self):
         with pytest.raises(dataclasses.FrozenInstanceError):
             HealingConfig().nan_patience = 0
-
-    def test_replace_is_validated(self):
-        with pytest.raises(ConfigurationError, match="`nan_patience` is 0"):
-            dataclasses.replace(HealingConfig(), nan_patience=0)
 
 
 class TestPresets:
@@ -380,18 +269,6 @@ class TestPresets:
     def test_an_override_wins_over_the_preset(self, preset):
         assert preset(nan_patience=4) == dataclasses.replace(preset(), nan_patience=4)
 
-    @pytest.mark.parametrize("preset", ["aggressive", "conservative"])
-    def test_a_preset_is_a_setting_as_well(self, preset):
-        config = getattr(HealingConfig, preset)()
-        assert HealingConfig(healing_preset=preset) == config
-        assert HealingConfig.from_dict({"healing_preset": preset}) == config
-        assert HealingConfig.from_dict(config.to_dict()) == config
-
-    def test_what_is_given_wins_over_the_preset_even_where_it_is_the_default(self):
-        config = HealingConfig(healing_preset="aggressive", nan_patience=3)
-        assert changes(config) == changes(HealingConfig.aggressive(nan_patience=3))
-        assert config.nan_patience == 3
-
     def test_a_preset_that_does_not_exist_is_refused(self):
         with pytest.raises(ConfigurationError, match=r"`healing_preset` is 'bold' .*'aggressive', 'conservative'"):
             HealingConfig(healing_preset="bold")
@@ -406,38 +283,16 @@ class TestPresets:
     def test_the_signature_still_shows_every_setting(self):
         assert list(inspect.signature(HealingConfig).parameters) == NAMES
 
-    def test_an_override_that_does_not_exist_is_refused(self):
-        with pytest.raises(ConfigurationError, match="Did you mean `nan_patience`"):
-            HealingConfig.aggressive(nan_patiense=4)
-
 
 class TestDict:
-    def test_flat_keys(self):
-        assert changes(HealingConfig.from_dict({"nan_patience": 5})) == {"nan_patience": 5}
-
     def test_sections_and_flat_keys_together(self):
         config = HealingConfig.from_dict({"nan_patience": 5, "recovery": {"max_recovery_attempts": 9}})
         assert changes(config) == {"nan_patience": 5, "max_recovery_attempts": 9}
-
-    def test_an_empty_dict_gives_the_defaults(self):
-        assert HealingConfig.from_dict({}) == HealingConfig()
-
-    def test_to_dict_is_read_back(self):
-        config = HealingConfig.aggressive(healing_dir="x")
-        assert HealingConfig.from_dict(config.to_dict()) == config
 
     @pytest.mark.parametrize("config", [{"nan_patince": 5}, {"nonfinite": {"nan-patience": 5}}])
     def test_an_unknown_key_names_the_closest_one(self, config):
         with pytest.raises(ConfigurationError, match=r"Did you mean `nan_patience` in \[nonfinite\]"):
             HealingConfig.from_dict(config)
-
-    def test_an_unknown_key_like_no_other_names_those_of_its_section(self):
-        with pytest.raises(ConfigurationError, match=r"`zzz` in \[journal\] is not a setting.*outcome_steps\.$"):
-            HealingConfig.from_dict({"journal": {"zzz": 5}})
-
-    def test_a_key_that_is_no_string_is_unknown(self):
-        with pytest.raises(ConfigurationError, match="`3` is not a setting"):
-            HealingConfig.from_dict({3: 5})
 
     def test_an_unknown_section_names_the_closest_one(self):
         with pytest.raises(ConfigurationError, match=r"\[recover\] is not a section. Did you mean \[recovery\]"):
@@ -455,11 +310,7 @@ class TestDict:
         with pytest.raises(ConfigurationError, match="`nan_patience` is given twice"):
             HealingConfig.from_dict({"nan_patience": 5, "nonfinite": {"nan_patience": 5}})
 
-    def test_unknown_keys_and_bad_values_are_named_together(self):
-        with pytest.raises(ConfigurationError, match=r"2 settings cannot be used:\n- `zzz`.*\n- `nan_patience`"):
-            HealingConfig.from_dict({"nan_patience": 0, "zzz": 5})
-
-    @pytest.mark.parametrize("config", [None, [], "nan_patience"])
+    @pytest.mark.parametrize("config", [None, "nan_patience"])
     def test_what_is_no_mapping_is_refused(self, config):
         with pytest.raises(ConfigurationError, match="must be a mapping"):
             HealingConfig.from_dict(config)
@@ -498,18 +349,9 @@ class TestToml:
         assert HealingConfig.from_toml(path) == config
         assert path.read_text(encoding="utf-8") == text
 
-    def test_no_file_is_written_without_a_path(self, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        HealingConfig().to_toml()
-        assert list(tmp_path.iterdir()) == []
-
     def test_every_setting_is_listed(self):
         listed = re.findall(r"^(?:# )?(\w+) (?:=|is not set)", HealingConfig().to_toml(), flags=re.MULTILINE)
         assert sorted(listed) == sorted(NAMES)
-
-    def test_a_flat_file_is_read(self, tmp_path):
-        path = write(tmp_path / "flat.toml", "nan_patience = 5\n")
-        assert changes(HealingConfig.from_toml(path)) == {"nan_patience": 5}
 
     def test_a_byte_order_mark_is_ignored(self, tmp_path):
         path = write(tmp_path / "bom.toml", "\ufeffnan_patience = 5\n")
@@ -544,11 +386,9 @@ class TestGiven:
         ("given", "said"),
         [
             ("aggressive", "Did you mean HealingConfig.aggressive()?"),
-            ("healing.toml", "did you mean HealingConfig.from_toml('healing.toml')?"),
             (Path("healing.toml"), "did you mean HealingConfig.from_toml('healing.toml')?"),
             (HealingConfig, "Did you mean HealingConfig()?"),
             (HealingConfig.aggressive, "Did you mean HealingConfig.aggressive()?"),
-            (3, "must be a HealingConfig or a dict of settings. Please leave it out"),
             (np.zeros(2), "must be a HealingConfig or a dict of settings. Please leave it out"),
         ],
     )

@@ -29,7 +29,7 @@ from transformers import TrainerCallback
 from self_healing import DryRunReport, SelfHealingTrainer
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", ["Trainer", "SFTTrainer", "DPOTrainer", "GRPOTrainer"])
 def test_training_after_a_dry_run_is_training_without_one(tmp_path: Path, tokenizer: Any, name: str) -> None:
     plain = TRAINERS[name](tmp_path / "plain", tokenizer, max_steps=4)
     plain.train()
@@ -104,7 +104,6 @@ def test_an_exception_in_it_leaves_no_trace_either(tmp_path: Path, tokenizer: An
         pytest.param(
             adapter_trainer, {"bf16": True, "gradient_checkpointing": True}, id="LoRA", marks=pytest.mark.slow
         ),
-        pytest.param(sft_trainer, {"gradient_checkpointing": True}, id="checkpointing", marks=pytest.mark.slow),
         pytest.param(sft_trainer, {"torch_compile": True}, id="torch.compile", marks=pytest.mark.slow),
     ],
 )
@@ -125,35 +124,15 @@ def test_training_after_a_dry_run_is_prepared_as_without_one(
     assert scaler is None or scaler.state_dict() == plain.accelerator.scaler.state_dict()
 
 
-def attributes_of(trainer: Any) -> dict[str, dict[str, Any]]:
-    """What is set on the model, its modules and the accelerator, and what hooks are on them."""
-    holders = {f"model.{name}": module for name, module in trainer.model.named_modules()}
-    holders |= {"accelerator": trainer.accelerator, "gradients": trainer.accelerator.gradient_state}
-    plain = (bool, int, float, str, dict, list)
-    return {
-        name: {key: copy.copy(value) if type(value) in plain else id(value) for key, value in vars(holder).items()}
-        for name, holder in holders.items()
-    }
-
-
-def test_no_attribute_and_no_hook_stays_behind(tmp_path: Path, tokenizer: Any) -> None:
-    arguments = {"bf16": True, "neftune_noise_alpha": 5.0, "gradient_checkpointing": True}
-    trainer = sft_trainer(tmp_path, tokenizer, debug="underflow_overflow", **arguments)
-    before = attributes_of(trainer)
-    SelfHealingTrainer(trainer).dry_run(1)
-    assert attributes_of(trainer) == before
-
-
-@pytest.mark.parametrize("steps", [0, -1, 1.5, True, "2"])
+@pytest.mark.parametrize("steps", [0, 1.5])
 def test_a_number_of_steps_that_makes_no_sense_is_refused(tmp_path: Path, tokenizer: Any, steps: Any) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         SelfHealingTrainer(sft_trainer(tmp_path, tokenizer)).dry_run(steps)
 
 
-@pytest.mark.parametrize("sharding", ["is_fsdp_enabled", "is_deepspeed_enabled"])
-def test_a_model_that_cannot_be_put_back_is_refused(tmp_path: Path, tokenizer: Any, sharding: str) -> None:
+def test_a_model_that_cannot_be_put_back_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     trainer = sft_trainer(tmp_path, tokenizer)
-    setattr(trainer, sharding, True)
+    trainer.is_fsdp_enabled = True
     with pytest.raises(ValueError, match="sharded"):
         SelfHealingTrainer(trainer).dry_run(1)
 
@@ -182,29 +161,19 @@ def test_it_says_what_is_wrong_with_the_weights(tmp_path: Path, tokenizer: Any) 
     assert report.finite
 
 
-@pytest.mark.parametrize("target", ["q_proj", "embed_tokens"])
 def test_ids_the_model_does_not_have_are_logged_before_the_step_that_they_break(
-    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, target: str
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = sft_trainer(
         tmp_path,
         tokenizer,
         dataset=prepared([5, 6, 7], [5, 99_999, 7], [8, 9, 10]),
-        trainer_kwargs={"peft_config": LoraConfig(target_modules=[target], r=2)},
+        trainer_kwargs={"peft_config": LoraConfig(target_modules=["q_proj"], r=2)},
     )
     with caplog.at_level(logging.WARNING, "self_healing"), pytest.raises(IndexError):
         SelfHealingTrainer(trainer).dry_run(4)
     assert "99999" in caplog.text
     assert "row 1." in caplog.text
-
-
-def test_rows_that_their_collator_does_not_cut_off_are_not_judged_by_max_length(
-    tmp_path: Path, tokenizer: Any
-) -> None:
-    late = prepared([5, 6, 7, 8], labels=[[-100, -100, -100, 8]])
-    whole = {"dataset_kwargs": {"skip_prepare_dataset": True}}
-    trainer = sft_trainer(tmp_path, tokenizer, dataset=late, max_length=2, **whole)
-    assert SelfHealingTrainer(trainer).dry_run(1).data.clean
 
 
 def test_a_stream_is_looked_at_and_then_trained_on_from_its_beginning(tmp_path: Path, tokenizer: Any) -> None:
@@ -221,31 +190,3 @@ def test_a_stream_is_looked_at_and_then_trained_on_from_its_beginning(tmp_path: 
     assert report.records.looked_at == len(TEXTS)
     healed.train()
     assert_same_weights(weights(healed), weights(plain))
-
-
-def test_a_look_that_fails_does_not_keep_the_steps_from_running(
-    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Fragile(torch.utils.data.Dataset[Any]):
-        asked = 0
-
-        def __init__(self, rows: Any) -> None:
-            self.rows = rows
-
-        def __len__(self) -> int:
-            Fragile.asked += 1
-            if Fragile.asked == 1:
-                raise RuntimeError("not yet")
-            return len(self.rows)
-
-        def __getitem__(self, index: int) -> Any:
-            return self.rows[index]
-
-    trainer = plain_trainer(tmp_path, tokenizer)
-    trainer.train_dataset = Fragile(trainer.train_dataset)
-    with caplog.at_level(logging.WARNING, "self_healing"):
-        report = SelfHealingTrainer(trainer).dry_run(2)
-    assert report.records is None
-    assert report.model is not None
-    assert report.steps == 2
-    assert "not yet" in caplog.text

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -38,18 +37,6 @@ def test_the_environment_differs_by_our_variables_alone() -> None:
     assert changed == {"PYTHONPATH", hook.VARIABLE, hook.UNTOUCHED}
 
 
-@pytest.mark.parametrize("before", [None, ""])
-def test_no_empty_entry_is_added_to_the_path(before: str | None) -> None:
-    """An empty one means the working directory."""
-    given = {} if before is None else {"PYTHONPATH": before}
-    assert environment(None, given)["PYTHONPATH"] == str(SITE)
-
-
-def test_a_run_within_a_run_is_hooked_once() -> None:
-    once = environment(None, {})
-    assert environment(None, once)["PYTHONPATH"] == once["PYTHONPATH"]
-
-
 def test_the_search_path_of_modules_is_the_programs_own() -> None:
     show = "import sys; print(sys.path)"
     given = {**os.environ, "PYTHONPATH": "/somewhere"}
@@ -71,14 +58,6 @@ def test_a_sitecustomize_of_the_program_runs_as_well(tmp_path: Path) -> None:
     assert result.stdout == f"sitecustomize {theirs}/sitecustomize.py\n"
 
 
-def test_one_that_raises_is_reported_as_python_reports_it(tmp_path: Path) -> None:
-    theirs = module(tmp_path / "site", "sitecustomize", "raise RuntimeError('theirs')")
-    given = {**os.environ, "PYTHONPATH": theirs}
-    ours, plain = (python("print('went on')", each) for each in (environment(None, given), given))
-    assert (ours.stdout, ours.stderr) == (plain.stdout, plain.stderr)
-    assert "theirs" in ours.stderr
-
-
 # ---- the module that is awaited ----
 
 
@@ -90,24 +69,6 @@ def awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ModuleType]
     monkeypatch.setattr(sys, "meta_path", [hook.Awaiting("awaited_module", seen.append), *sys.meta_path])
     monkeypatch.delitem(sys.modules, "awaited_module", raising=False)
     return seen
-
-
-def test_it_is_handed_over_once_it_has_been_executed(awaited: list[Any]) -> None:
-    found = importlib.import_module("awaited_module")
-    assert awaited == [found]
-    assert found.value == 1
-
-
-def test_it_is_still_awaited_after_somebody_has_only_looked_for_it(awaited: list[Any]) -> None:
-    assert importlib.util.find_spec("awaited_module") is not None
-    assert awaited == []
-    importlib.import_module("awaited_module")
-    assert len(awaited) == 1
-
-
-def test_it_is_handed_over_again_when_it_is_loaded_again(awaited: list[Any]) -> None:
-    importlib.reload(importlib.import_module("awaited_module"))
-    assert len(awaited) == 2
 
 
 def test_a_failure_of_ours_does_not_fail_the_import(
@@ -137,15 +98,6 @@ class Trainer:
         "Main training entry point."
         return "trained"
 """
-
-
-def test_train_of_the_class_is_entered_through_us_and_looks_as_before() -> None:
-    found = trainers(TRAINER)
-    before = found.Trainer.train
-    hook.heal_trainers_of(found)
-    assert found.Trainer.train is not before
-    assert found.Trainer.train.__wrapped__ is before
-    assert found.Trainer.train.__doc__ == before.__doc__
 
 
 def test_a_python_without_the_package_trains_plainly_and_says_so(
@@ -194,12 +146,6 @@ def test_one_whose_child_trains_is_not(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_one_that_dies_ends_with_its_own_traceback(tmp_path: Path) -> None:
-    result = first_process("raise ValueError('theirs')", tmp_path)
-    assert result.returncode == 1
-    assert result.stderr.splitlines()[-1] == "ValueError: theirs"
-
-
 def test_nothing_is_said_where_the_environment_asks_for_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,11 +155,6 @@ def test_nothing_is_said_where_the_environment_asks_for_nothing(
     monkeypatch.setenv("SELF_HEALING_VERBOSITY", "error")
     hook._say("Nothing is healed.")
     assert capsys.readouterr().err == "[self_healing] Nothing is healed.\n"
-
-
-def test_a_process_it_forks_says_nothing(tmp_path: Path) -> None:
-    fork = "import os, sys; pid = os.fork(); pid or sys.exit(); os.waitpid(pid, 0)"
-    assert first_process(f"{fork}; os.remove(os.environ[{hook.UNTOUCHED!r}])", tmp_path).stderr == ""
 
 
 # ---- the settings ----

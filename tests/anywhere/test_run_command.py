@@ -63,12 +63,6 @@ def test_the_two_dashes_may_be_left_out(started: dict[str, Any]) -> None:
         (["--preset", "aggressive"], {}, HealingConfig.aggressive(), " (given: preset aggressive)"),
         # Left to each process, which may set another one.
         ([], {"SELF_HEALING_PRESET": "conservative"}, None, ""),
-        (
-            ["--preset", "aggressive"],
-            {"SELF_HEALING_PRESET": "conservative"},
-            HealingConfig.aggressive(),
-            " (given: preset aggressive)",
-        ),
     ],
 )
 def test_the_settings_are_handed_on(
@@ -85,9 +79,8 @@ def test_the_settings_are_handed_on(
     )
 
 
-@pytest.mark.parametrize("level", ["warning", "ERROR", "critical"])
-def test_the_line_is_left_out_where_the_environment_asks_for_less(started: dict[str, Any], level: str) -> None:
-    result = run("--", "ls", SELF_HEALING_VERBOSITY=level)
+def test_the_line_is_left_out_where_the_environment_asks_for_less(started: dict[str, Any]) -> None:
+    result = run("--", "ls", SELF_HEALING_VERBOSITY="ERROR")
     assert (result.exit_code, result.stderr) == (0, "")
     assert started
 
@@ -135,16 +128,12 @@ def test_a_recipe_that_cannot_be_used_is_an_error(
     assert message in result.stderr
 
 
-@pytest.mark.parametrize(("path", "why"), [("recipes", "Is a directory"), ("file/recipe.toml", "Not a directory")])
-def test_a_recipe_that_cannot_be_read_is_named(
-    started: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, why: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("recipes").mkdir()
-    Path("file").touch()
-    result = run("--config", path, "--", "ls")
+def test_a_recipe_that_cannot_be_read_is_named(started: dict[str, Any], tmp_path: Path) -> None:
+    result = run("--config", str(tmp_path), "--", "ls")
     assert (result.exit_code, started) == (2, {})
-    assert f"The settings in {path} cannot be read: {why}. Please name a readable TOML file" in result.stderr
+    assert (
+        f"The settings in {tmp_path} cannot be read: Is a directory. Please name a readable TOML file" in result.stderr
+    )
     assert "Errno" not in result.stderr
 
 
@@ -195,20 +184,10 @@ def test_a_program_there_is_not_ends_as_in_a_shell(
     assert message in result.stderr
 
 
-def test_a_file_the_system_cannot_execute_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def execve(*_: Any) -> None:
-        raise OSError(8, "Exec format error")
-
-    monkeypatch.setattr(os, "execve", execve)
-    result = run("--", str(executable(tmp_path / "no shebang", "x")))
-    assert result.exit_code == 126
-    assert "Exec format error" in result.stderr
-
-
 # ---- Python that would not hear of us ----
 
 
-@pytest.mark.parametrize("option", ["-I", "-E", "-S", "-uI", "-Im"])
+@pytest.mark.parametrize("option", ["-I", "-E", "-uI"])
 def test_a_python_that_ignores_us_is_refused(started: dict[str, Any], option: str) -> None:
     result = run("--", sys.executable, option, "train")
     assert (result.exit_code, started) == (2, {})
@@ -231,12 +210,9 @@ def test_a_python_that_hears_us_is_started(started: dict[str, Any]) -> None:
     ("head", "expected"),
     [
         ("#!/opt/venv/bin/python3.12\nimport trl", ["/opt/venv/bin/python3.12"]),
-        ("#!/opt/venv/bin/python -I\n", ["/opt/venv/bin/python", "-I"]),
         ("#!/usr/bin/env -S VAR=1 no-such-dir/python3 -E\n", ["no-such-dir/python3", "-E"]),
         ("#!/bin/sh\n'''exec' \"/a b/bin/python\" -I \"$0\" \"$@\"\n' '''\n", ["/a b/bin/python", "-I"]),
         ("#!/bin/bash\npython train.py\n", None),
-        ("\x7fELF", None),
-        ("", None),
     ],
 )
 def test_the_python_of_an_installed_command_is_read_from_its_first_lines(
@@ -244,19 +220,3 @@ def test_the_python_of_an_installed_command_is_read_from_its_first_lines(
 ) -> None:
     command = executable(tmp_path / "with space" / "trl", head)
     assert program.python_of(str(command), ["sft"]) == expected
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options"),
-    [
-        (["train.py", "-I"], []),
-        (["-m", "trl", "-I"], []),
-        (["-u", "-X", "importtime", "-W", "error", "-m", "x"], ["-u", "-X", "importtime", "-W", "error"]),
-        (["-Em", "trl"], ["-E"]),
-        (["-Xdev", "-c", "code"], ["-Xdev"]),
-        (["-", "-I"], []),
-        ([], []),
-    ],
-)
-def test_options_of_python_end_where_the_program_begins(arguments: list[str], options: list[str]) -> None:
-    assert program.python_of("/usr/bin/python3", arguments) == ["/usr/bin/python3", *options]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 import types
@@ -14,13 +13,10 @@ from unittest import mock
 import pytest
 import torch
 from transformers import TrainerState
-from typer.testing import CliRunner
 
-from self_healing.checkpoints.choice import resolve_checkpoint
 from self_healing.checkpoints.deepspeed import ZeroJob, why_of_another_job
 from self_healing.checkpoints.marker import write_marker
 from self_healing.checkpoints.vetting import may_be_loaded, vet
-from self_healing.tools.cli import app
 
 
 # Three matrices of a model; over two ranks the last one does not come out even.
@@ -139,7 +135,7 @@ def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-200])
 
 
-@pytest.fixture(params=[(1, False), (2, True), (3, False), (3, True)], ids=["1", "2-bf16", "3", "3-bf16"])
+@pytest.fixture(params=[(2, True), (3, False)], ids=["2-bf16", "3"])
 def writer(request: pytest.FixtureRequest, tmp_path: Path) -> DeepSpeedWriter:
     stage, bf16 = request.param
     return DeepSpeedWriter(tmp_path, stage, bf16=bf16)
@@ -163,17 +159,6 @@ def test_a_whole_one_is_searched_and_says_who_wrote_it(writer: DeepSpeedWriter) 
     assert (verdict.usable, verdict.reason) == (True, told(f"ZeRO-{writer.stage}"))
 
 
-def test_one_without_zero_has_its_optimizer_state_with_the_weights(tmp_path: Path) -> None:
-    verdict = vet(DeepSpeedWriter(tmp_path, stage=0).write())
-    assert (verdict.usable, verdict.reason) == (True, told("DeepSpeed without ZeRO"))
-
-
-def test_several_steps_of_deepspeed_in_one_of_the_trainer_are_said(tmp_path: Path) -> None:
-    verdict = vet(DeepSpeedWriter(tmp_path).write(4, counted=8))
-    assert verdict.usable
-    assert verdict.doubts == ("DeepSpeed has counted 8 steps, and the Trainer 4",)
-
-
 # ---- the parts of the ranks ----
 
 
@@ -184,30 +169,12 @@ def test_the_optimizer_state_of_a_rank_is_missing(writer: DeepSpeedWriter) -> No
     assert reason(checkpoint) == f"global_step4/{name} is missing: the part of rank 1 of 2"
 
 
-def test_the_weights_of_a_rank_are_missing(tmp_path: Path) -> None:
-    writer = DeepSpeedWriter(tmp_path, stage=3, processes=3)
-    checkpoint = writer.write()
-    for name in (writer.model_file(1), writer.optimizer_file(1)):
-        (checkpoint / "global_step4" / name).unlink()
-    assert reason(checkpoint) == f"global_step4/{writer.model_file(1)} is missing: the part of rank 1 of 3, and 1 more"
-
-
 @pytest.mark.parametrize("which", ["model", "optimizer"])
 def test_a_torn_file_of_a_rank(writer: DeepSpeedWriter, which: str) -> None:
     checkpoint = writer.write()
     file = writer.model_file(0) if which == "model" else writer.optimizer_file(1)
     truncate(checkpoint / "global_step4" / file)
     assert reason(checkpoint).startswith(f"{file} cannot be read (RuntimeError: PytorchStreamReader")
-
-
-def test_a_changed_byte_is_found_by_the_marker(writer: DeepSpeedWriter) -> None:
-    checkpoint = writer.write()
-    write_marker(checkpoint, "run", 4, {}, False)
-    file = checkpoint / "global_step4" / writer.optimizer_file(1)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    assert reason(checkpoint).startswith(f"{file.name} is not what was written")
 
 
 def test_one_that_was_cut_short_while_it_was_written(writer: DeepSpeedWriter) -> None:
@@ -218,19 +185,7 @@ def test_one_that_was_cut_short_while_it_was_written(writer: DeepSpeedWriter) ->
     assert reason(checkpoint).startswith("trainer_state.json is missing")
 
 
-def test_without_a_schedule_of_deepspeeds_the_trainers_has_to_be_there(tmp_path: Path) -> None:
-    checkpoint = DeepSpeedWriter(tmp_path).write()
-    (checkpoint / "scheduler.pt").unlink()
-    assert reason(checkpoint) == "scheduler.pt is missing: the learning rate's schedule is in no other file"
-
-
 # ---- the folder that is loaded ----
-
-
-def test_latest_names_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    checkpoint = DeepSpeedWriter(tmp_path).write()
-    (checkpoint / "latest").write_text("global_step6")
-    assert reason(checkpoint) == "global_step6 is missing: latest names it as what to load"
 
 
 def test_latest_names_the_folder_of_another_step(tmp_path: Path) -> None:
@@ -239,23 +194,6 @@ def test_latest_names_the_folder_of_another_step(tmp_path: Path) -> None:
     (writer.write(2) / "global_step2").rename(checkpoint / "global_step2")
     (checkpoint / "latest").write_text("global_step2")
     assert reason(checkpoint) == "latest names global_step2, the state of step 2; the Trainer's is of step 4"
-
-
-def test_what_is_not_loaded_is_not_looked_at(tmp_path: Path) -> None:
-    writer = DeepSpeedWriter(tmp_path)
-    checkpoint = writer.write(4)
-    (writer.write(2) / "global_step2").rename(checkpoint / "global_step2")
-    verdict = vet(checkpoint)
-    assert verdict.usable
-    assert "global_step2 was not looked at, because latest names global_step4" in verdict.reason
-
-
-def test_a_folder_with_the_state_of_another_step(writer: DeepSpeedWriter) -> None:
-    checkpoint = writer.write(4)
-    earlier = writer.write(2) / "global_step2"
-    (checkpoint / "global_step4").rename(checkpoint / "gone")
-    earlier.rename(checkpoint / "global_step4")
-    assert reason(checkpoint) == "global_step4 holds the state of step 2"
 
 
 # ---- finite ----
@@ -296,27 +234,6 @@ def test_no_code_of_a_file_is_run(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-# ---- choosing ----
-
-
-def test_an_older_one_is_chosen_where_a_rank_has_torn_the_newest(writer: DeepSpeedWriter) -> None:
-    older, newest = writer.write(2), writer.write(4)
-    truncate(newest / "global_step4" / writer.optimizer_file(1))
-    passed_over: list[Any] = []
-    chosen = resolve_checkpoint("auto", writer.output_dir, passed_over)
-    assert chosen is not None
-    assert (chosen.path, [verdict.path for verdict in passed_over]) == (str(older), [str(newest)])
-
-
-def test_the_command_says_the_same(writer: DeepSpeedWriter) -> None:
-    older, newest = writer.write(2), writer.write(4)
-    (newest / "global_step4" / writer.optimizer_file(1)).unlink()
-    output = CliRunner().invoke(app, ["check", str(writer.output_dir)]).output
-    assert f"{writer.optimizer_file(1)} is missing: the part of rank 1 of 2" in output
-    assert f"complete; written by 2 processes under ZeRO-{writer.stage}" in output
-    assert f"takes {older} (step 2)" in output
-
-
 # ---- another job ----
 
 
@@ -335,9 +252,8 @@ def checkpoint(tmp_path: Path) -> Path:
     return DeepSpeedWriter(tmp_path).write()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_the_same_job_goes_on(checkpoint: Path, stage: int) -> None:
-    assert why_of_another_job(checkpoint, ZeroJob(2, stage, False, False)) is None
+def test_the_same_job_goes_on(checkpoint: Path) -> None:
+    assert why_of_another_job(checkpoint, SAME) is None
 
 
 def test_a_job_of_other_size_is_told_what_to_do(checkpoint: Path) -> None:
@@ -351,32 +267,11 @@ def test_a_job_of_another_stage_is_told_what_to_do(checkpoint: Path) -> None:
     assert refused(checkpoint, stage=3).startswith("it was written under ZeRO-2, and this job runs ZeRO-3")
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_a_job_of_other_precision_is_told_what_to_do(tmp_path: Path, bf16: bool) -> None:
-    why = refused(DeepSpeedWriter(tmp_path, bf16=bf16).write(), bf16=not bf16)
-    assert why.endswith(f"What to do: set bf16={bf16}")
+def test_a_job_of_other_precision_is_told_what_to_do(checkpoint: Path) -> None:
+    assert refused(checkpoint, bf16=True).endswith("What to do: set bf16=False")
 
 
 def test_a_job_without_deepspeed_does_not_start_with_fresh_moments(checkpoint: Path) -> None:
     why = why_of_another_job(checkpoint, None)
     assert why is not None
     assert why.startswith("its optimizer state is DeepSpeed's, and this job runs without DeepSpeed")
-
-
-def test_a_checkpoint_without_deepspeed_is_none_for_a_job_with_it(tmp_path: Path) -> None:
-    assert refused(tmp_path).startswith("it was written without DeepSpeed")
-    assert why_of_another_job(tmp_path, None) is None
-
-
-def test_one_that_was_converted_is_loaded_by_a_job_of_any_size(checkpoint: Path) -> None:
-    # What is not converted is loaded as it was written, by a job of the same kind.
-    assert why_of_another_job(checkpoint, dataclasses.replace(SAME, universal=True)) is None
-    assert "python -m deepspeed.checkpoint.ds_to_universal" in refused(checkpoint, universal=True, processes=4)
-    zero = checkpoint / "global_step4_universal" / "zero" / "odd"
-    zero.mkdir(parents=True)
-    save({"param": torch.ones(5)}, zero / "fp32.pt")
-    (checkpoint / "latest_universal").write_text("global_step4_universal")
-    assert vet(checkpoint).usable
-    assert why_of_another_job(checkpoint, ZeroJob(4, 3, True, True)) is None
-    save({"param": torch.full((5,), math.nan)}, zero / "fp32.pt")
-    assert reason(checkpoint) == "param in global_step4_universal/fp32.pt holds NaN or Inf"

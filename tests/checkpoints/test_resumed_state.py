@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,7 @@ def train(trainer: Trainer, wrapped: bool, **kwargs: Any) -> None:
     (SelfHealingTrainer(trainer) if wrapped else trainer).train(**kwargs)
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["callback alone", "wrapper"])
-@pytest.mark.parametrize("fault", [None, 2], ids=["healthy", "with an incident"])
+@pytest.mark.parametrize(("wrapped", "fault"), [(False, None), (True, 2)], ids=["callback alone", "wrapper, healed"])
 def test_the_state_of_a_resumed_run_is_that_of_the_uninterrupted_one(
     tmp_path: Path, tokenizer: Any, wrapped: bool, fault: int | None
 ) -> None:
@@ -55,12 +53,3 @@ def test_the_state_of_a_resumed_run_is_that_of_the_uninterrupted_one(
     # As text: a NaN is not equal to itself.
     resumed_log, log = (json.dumps(without_times(each.state.log_history)) for each in (resumed, uninterrupted))
     assert json.loads(resumed_log) == json.loads(log)
-
-
-def test_so_is_that_of_a_job_that_was_killed(
-    tmp_path: Path, start: Callable[..., int], until_it_ends: Callable[..., list[int]]
-) -> None:
-    undisturbed, job = tmp_path / "undisturbed", tmp_path / "job"
-    assert start(undisturbed) == 0
-    assert until_it_ends(job, 3, fault="sigkill", step=6) == [-9, 0]
-    assert state_in(job / "checkpoint-12") == state_in(undisturbed / "checkpoint-12")

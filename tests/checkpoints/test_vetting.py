@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import random
 import shutil
@@ -17,19 +16,17 @@ from conftest import sft_trainer
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemWriter
-from transformers import LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from self_healing import SelfHealingCallback
 from self_healing.checkpoints.choice import (
     CheckpointError,
     find_trusted_checkpoint,
-    newest_verdict_of,
     resolve_checkpoint,
     vet_all,
 )
-from self_healing.checkpoints.marker import ChecksumQueue, change_marker, load_marker, set_standing, write_marker
-from self_healing.checkpoints.vetting import Readers, Verdict, vet, why_not_here
+from self_healing.checkpoints.marker import change_marker, set_standing
+from self_healing.checkpoints.vetting import Readers, Verdict, vet
 from self_healing.tools.cli import app
 
 
@@ -133,8 +130,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "killed while saving": (written("checkpoint-is-incomplete.txt", "…"), "checkpoint-is-incomplete.txt is there"),
     "no state": (removed("trainer_state.json"), "trainer_state.json is missing"),
     "half-written state": (truncated("trainer_state.json"), "trainer_state.json is not JSON"),
-    "state in a wrong encoding": (written("trainer_state.json", b"\xff\xfe\x00"), "trainer_state.json is not JSON"),
-    "state of another shape": (written("trainer_state.json", "[]"), "trainer_state.json is not JSON"),
     "state without a step": (written("trainer_state.json", "{}"), "trainer_state.json has no global_step"),
     "state of another step": (
         written("trainer_state.json", '{"global_step": 3}'),
@@ -142,23 +137,13 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "no weights": (removed("model.safetensors"), "no weights"),
     "truncated weights": (truncated("model.safetensors"), "model.safetensors is truncated"),
-    "weights cut within the header": (truncated("model.safetensors", 0.001), "model.safetensors is truncated"),
     "weights of no bytes": (truncated("model.safetensors", 0), "model.safetensors is truncated"),
-    "not safetensors": (
-        written("model.safetensors", b"\x08" + bytes(63)),
-        "model.safetensors is truncated",
-    ),
     "no optimizer state": (removed("optimizer.pt"), "optimizer.pt is missing"),
     "no schedule": (removed("scheduler.pt"), "scheduler.pt is missing"),
     "truncated optimizer state": (truncated("optimizer.pt"), "optimizer.pt cannot be read"),
-    "optimizer state of no bytes": (truncated("optimizer.pt", 0), "optimizer.pt cannot be read"),
-    "not a torch archive": (written("optimizer.pt", "garbage"), "optimizer.pt cannot be read"),
-    "damaged schedule": (truncated("scheduler.pt"), "scheduler.pt cannot be read"),
     "NaN weight": (weight(float("nan")), "model.layers.1.mlp.up_proj.weight in model.safetensors holds NaN or Inf"),
-    "Inf weight": (weight(float("inf")), "model.layers.1.mlp.up_proj.weight in model.safetensors holds NaN or Inf"),
     "-Inf weight": (weight(float("-inf")), "model.layers.1.mlp.up_proj.weight in model.safetensors holds NaN or Inf"),
     "NaN moment": (moment(float("nan")), "state.3.exp_avg in optimizer.pt holds NaN or Inf"),
-    "Inf moment": (moment(float("inf")), "state.3.exp_avg in optimizer.pt holds NaN or Inf"),
 }
 
 
@@ -171,13 +156,6 @@ def test_a_damaged_checkpoint_is_passed_over_with_its_reason(plain: Path, damage
     (verdict,) = passed_over
     assert (verdict.path, verdict.usable) == (str(plain / "checkpoint-4"), False)
     assert verdict.reason.startswith(reason)
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_marker_hides_no_damage(marked: Path, damage: str) -> None:
-    inflict, _ = DAMAGES[damage]
-    inflict(marked / "checkpoint-4")
-    assert find_trusted_checkpoint(marked) == str(marked / "checkpoint-2")
 
 
 # ---- damage that leaves a file whole and finite ----
@@ -245,28 +223,17 @@ def test_a_file_that_is_not_what_was_written_is_seen(marked: Path, damage: str) 
     assert passed_over[0].reason.startswith(f"{name} is not what was written")
 
 
-def check_flips(checkpoint: Path, each: int, seed: int) -> None:
-    """No flip of a single bit, in whatever file, leaves a checkpoint that is resumed from in silence."""
-    draw = random.Random(seed)
+def test_no_flipped_bit_is_resumed_from_in_silence(marked: Path) -> None:
+    checkpoint, draw = marked / "checkpoint-4", random.Random(0)
     for file in sorted(file for file in checkpoint.rglob("*") if file.is_file()):
         whole = file.read_bytes()
-        for _ in range(each):
+        for _ in range(3):
             position, bit = draw.randrange(len(whole)), draw.randrange(8)
             flipped_bit(file.name, position, bit)(checkpoint)
             verdict = vet(checkpoint)
             assert not verdict.usable or verdict.doubts, f"{file.name}: bit {bit} of byte {position}"
             file.write_bytes(whole)
     assert vet(checkpoint).reason == "complete"
-
-
-def test_no_flipped_bit_is_resumed_from_in_silence(marked: Path) -> None:
-    check_flips(marked / "checkpoint-4", each=6, seed=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_none_of_many_flipped_bits_is_resumed_from_in_silence(marked: Path, seed: int) -> None:
-    check_flips(marked / "checkpoint-4", each=30, seed=seed)
 
 
 def remarked(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -282,45 +249,6 @@ def test_a_marker_without_checksums_is_accepted_and_said(marked: Path) -> None:
     assert verdict.reason == "complete; its bytes were not compared, because healing.json has no checksums"
 
 
-def test_the_checksums_of_a_large_checkpoint_come_later(marked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("self_healing.checkpoints.marker._AT_ONCE", 0)
-    checkpoint, kept = marked / "checkpoint-4", marked / "last-known-good" / "checkpoint-4"
-    checksums = ChecksumQueue()
-    write_marker(checkpoint, "run", 4, {}, emergency=False, later=checksums)
-    os.utime(checkpoint, (1, 1))
-    shutil.copytree(checkpoint, kept)
-    checksums.wait()
-    assert len(load_marker(checkpoint)["crc32"]) == len(load_marker(checkpoint)["files"]) > 8
-    assert vet(checkpoint).reason == vet(kept).reason == "complete"
-    # The Trainer's rotation goes by it.
-    assert checkpoint.stat().st_mtime == 1
-
-
-@pytest.mark.parametrize("place", ["emergency", "."])
-def test_a_checkpoint_that_is_moved_meanwhile_gets_its_checksums(marked: Path, place: str) -> None:
-    """An emergency one goes among the regular ones, a regular one is rotated away while it is kept."""
-    before = marked / place / "checkpoint-4"
-    after = marked / ("checkpoint-4" if place == "emergency" else "last-known-good/checkpoint-4")
-    remarked(marked / "checkpoint-4", lambda content: content.pop("crc32"))
-    marker = load_marker(marked / "checkpoint-4")
-    after.parent.mkdir(exist_ok=True)
-    (marked / "checkpoint-4").rename(after)
-    checksums = ChecksumQueue()
-    checksums.put(before, marker)
-    checksums.wait()
-    assert vet(after).reason == "complete"
-
-
-def test_a_checkpoint_that_is_written_again_meanwhile_gets_no_checksums_of_the_one_before(marked: Path) -> None:
-    before = load_marker(marked / "checkpoint-4")
-    write_marker(marked / "checkpoint-4", "later run", 4, {}, emergency=False)
-    remarked(marked / "checkpoint-4", lambda content: content.pop("crc32"))
-    checksums = ChecksumQueue()
-    checksums.put(marked / "checkpoint-4", before)
-    checksums.wait()
-    assert "crc32" not in load_marker(marked / "checkpoint-4")
-
-
 @pytest.mark.parametrize("change", [lambda content: content.pop("step"), lambda content: content.pop("seal")])
 def test_a_damaged_marker_is_a_doubt(marked: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     file = marked / "checkpoint-4" / "healing.json"
@@ -329,16 +257,6 @@ def test_a_damaged_marker_is_a_doubt(marked: Path, change: Callable[[dict[str, A
     file.write_text(json.dumps(content))
     (doubt,) = vet(marked / "checkpoint-4").doubts
     assert doubt.startswith("its marker healing.json cannot be believed (it is not what was written")
-
-
-def test_a_checkpoint_whose_marker_is_damaged_is_passed_over_where_it_must_be_of_this_run(marked: Path) -> None:
-    run = load_marker(marked / "checkpoint-4")["run"]
-    flipped_bit("healing.json", 40)(marked / "checkpoint-4")
-    passed_over: list[Verdict] = []
-    newest = newest_verdict_of(run, str(marked), passed_over)
-    assert newest is not None
-    assert newest.step == 2
-    assert passed_over[0].reason.endswith("so whose it is is not known")
 
 
 # ---- what is fine ----
@@ -350,13 +268,7 @@ def test_a_checkpoint_of_the_plain_trainer_is_judged_by_its_content(plain: Path)
     ]
 
 
-def test_a_checkpoint_of_ours_has_its_standing(marked: Path) -> None:
-    set_standing(marked / "checkpoint-2", "verified")
-    assert [verdict.standing for verdict in vet_all(marked)] == ["unverified", "verified"]
-    assert all(verdict.usable for verdict in vet_all(marked))
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"schema": 99}', '{"schema": 1, "files": []}'])
+@pytest.mark.parametrize("content", ["", "[]", '{"schema": 99}'])
 def test_a_marker_that_cannot_be_read_is_as_good_as_none(marked: Path, content: str) -> None:
     (marked / "checkpoint-4" / "healing.json").write_text(content)
     verdict = vet(marked / "checkpoint-4")
@@ -374,13 +286,6 @@ def test_lora(tmp_path: Path, tokenizer: Any) -> None:
     value.view(-1)[0] = float("nan")
     save_file(tensors, adapter)
     assert vet(tmp_path / "checkpoint-4").reason == f"{name} in adapter_model.safetensors holds NaN or Inf"
-
-
-def test_an_adapter_in_a_folder_of_its_own(plain: Path) -> None:
-    checkpoint = plain / "checkpoint-4"
-    (checkpoint / "policy").mkdir()
-    (checkpoint / "model.safetensors").rename(checkpoint / "policy" / "adapter_model.safetensors")
-    assert vet(checkpoint).usable
 
 
 def sharded(trainer_dir: Path, tokenizer: Any) -> Path:
@@ -425,16 +330,7 @@ def test_weights_in_the_old_format(plain: Path, damage: float | None) -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    [
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.complex64,
-        torch.int8,
-        torch.bool,
-    ],
+    [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8],
     ids=str,
 )
 def test_any_type_of_weights(plain: Path, dtype: torch.dtype) -> None:
@@ -445,19 +341,6 @@ def test_any_type_of_weights(plain: Path, dtype: torch.dtype) -> None:
     if dtype.is_floating_point or dtype.is_complex:
         save_file({"value": torch.tensor([1.0, float("nan")]).to(dtype)}, file)
         assert vet(plain / "checkpoint-4").reason == "value in model.safetensors holds NaN or Inf"
-
-
-def test_a_large_weight_is_scanned_to_its_end(plain: Path) -> None:
-    value = torch.zeros((1 << 22) + 5)
-    value[-1] = float("nan")
-    save_file({"value": value}, plain / "checkpoint-4" / "model.safetensors")
-    assert not vet(plain / "checkpoint-4").usable
-
-
-def test_the_largest_double_is_finite(plain: Path) -> None:
-    value = torch.tensor([1e308, -1e308], dtype=torch.float64)
-    save_file({"value": value}, plain / "checkpoint-4" / "model.safetensors")
-    assert vet(plain / "checkpoint-4").usable
 
 
 def test_a_causal_mask_kept_as_a_buffer_is_no_damage(plain: Path) -> None:
@@ -477,17 +360,6 @@ def test_a_setting_of_the_optimizer_may_be_infinite(plain: Path) -> None:
     assert vet(plain / "checkpoint-4").reason == "param_groups.0.lr in optimizer.pt holds NaN or Inf"
 
 
-class Foreign:
-    """A class that torch does not know."""
-
-
-def test_objects_of_foreign_classes_are_not_brought_to_life(plain: Path) -> None:
-    torch.save({"state": {0: Foreign()}, "param_groups": []}, plain / "checkpoint-4" / "optimizer.pt")
-    verdict = vet(plain / "checkpoint-4")
-    assert verdict.usable
-    assert "optimizer.pt could not be scanned" in verdict.reason
-
-
 def test_code_in_a_checkpoint_is_not_run(plain: Path, tmp_path: Path) -> None:
     class Malicious:
         def __reduce__(self) -> Any:
@@ -501,17 +373,8 @@ def test_code_in_a_checkpoint_is_not_run(plain: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
-def test_missing_random_states_are_mentioned(plain: Path) -> None:
-    (plain / "checkpoint-4" / "rng_state.pth").unlink()
-    verdict = vet(plain / "checkpoint-4")
-    assert verdict.usable
-    assert "no rng_state.pth" in verdict.reason
-
-
 DAMAGED_RANDOM_STATES: dict[str, Damage] = {
     "empty": truncated("rng_state.pth", 0),
-    "truncated": truncated("rng_state.pth"),
-    "one byte": flipped("rng_state.pth"),
     "garbage": written("rng_state.pth", "garbage"),
 }
 
@@ -528,15 +391,6 @@ def test_random_states_that_cannot_be_loaded_are_taken_for_missing(
     assert chosen.path == str(run / "checkpoint-4")
     assert chosen.doubts[0].startswith("rng_state.pth ")
     assert "is taken for missing: the resume is not bitwise" in chosen.doubts[0]
-
-
-def test_an_older_checkpoint_is_preferred_to_one_with_a_torn_random_state_of_a_rank(plain: Path) -> None:
-    truncated("rng_state_1.pth")(by_ranks(plain / "checkpoint-4", 0, 1))
-    by_ranks(plain / "checkpoint-2", 0, 1)
-    passed_over: list[Verdict] = []
-    assert find_trusted_checkpoint(plain, passed_over) == str(plain / "checkpoint-2")
-    assert passed_over[0].usable
-    assert "rng_state_1.pth cannot be read" in passed_over[0].reason
 
 
 # ---- sharded engines ----
@@ -600,9 +454,7 @@ def by_ranks(checkpoint: Path, *ranks: int) -> Path:
     return checkpoint
 
 
-@pytest.mark.parametrize(
-    ("ranks", "missing"), [((0,), "rng_state_1.pth"), ((0, 2), "rng_state_1.pth"), ((1,), "rng_state_0.pth")]
-)
+@pytest.mark.parametrize(("ranks", "missing"), [((0,), "rng_state_1.pth"), ((1,), "rng_state_0.pth")])
 def test_an_older_checkpoint_is_preferred_to_one_without_the_part_of_a_rank(
     plain: Path, ranks: tuple[int, ...], missing: str
 ) -> None:
@@ -645,38 +497,7 @@ def test_one_that_another_rank_cannot_read_is_passed_over_without_being_read(pla
         resolve_checkpoint(newest, plain, passed_over, readers=readers)
 
 
-@pytest.mark.parametrize("lacks", ["trainer_state.json", "model.safetensors", "optimizer.pt", "scheduler.pt"])
-def test_what_a_rank_reads_from_its_own_disk_has_to_be_there(plain: Path, lacks: str) -> None:
-    assert why_not_here(plain / "checkpoint-4") is None
-    (plain / "checkpoint-4" / lacks).unlink()
-    assert lacks in (why_not_here(plain / "checkpoint-4") or "")
-    assert why_not_here(plain / "checkpoint-9") == "does not exist"
-
-
-def test_the_command_names_what_a_resume_takes(plain: Path) -> None:
-    by_ranks(plain / "checkpoint-4", 0)
-    assert f"takes {plain / 'checkpoint-2'} (step 2)" in check(str(plain)).output
-
-
 # ---- the marker ----
-
-
-def test_a_file_of_another_size_than_the_marker_says(marked: Path) -> None:
-    file = marked / "checkpoint-4" / "config.json"
-    size = file.stat().st_size
-    file.write_text("short")
-    reason = f"config.json is truncated: 5 bytes, the marker healing.json says {size}"
-    assert vet(marked / "checkpoint-4").reason == reason
-
-
-def test_a_file_the_marker_names_is_gone(marked: Path) -> None:
-    (marked / "checkpoint-4" / "tokenizer.json").unlink()
-    assert vet(marked / "checkpoint-4").reason.startswith("tokenizer.json is gone; the marker healing.json names it")
-
-
-def test_additional_files_are_fine(marked: Path) -> None:
-    (marked / "checkpoint-4" / "notes.txt").write_text("the good one")
-    assert vet(marked / "checkpoint-4").usable
 
 
 def test_a_suspect_checkpoint_names_its_incident(marked: Path) -> None:
@@ -684,65 +505,6 @@ def test_a_suspect_checkpoint_names_its_incident(marked: Path) -> None:
     verdict = vet(marked / "checkpoint-4")
     assert (verdict.usable, verdict.standing) == (False, "suspect")
     assert verdict.reason == "written in a stretch that was rolled back or went bad (incident run-007)"
-
-
-# ---- other weights in the place of those the marker names ----
-
-
-def resharded(checkpoint: Path) -> Path:
-    """The same weights in shards, in the place of the one file."""
-    model = LlamaForCausalLM.from_pretrained(checkpoint)
-    (checkpoint / "model.safetensors").unlink()
-    model.save_pretrained(checkpoint, max_shard_size="30KB")
-    return checkpoint
-
-
-def test_another_set_of_weights_is_accepted_without_the_marker(marked: Path) -> None:
-    checkpoint = resharded(marked / "checkpoint-4")
-    assert "model.safetensors is gone; the marker healing.json names it" in vet(checkpoint).reason
-    assert "remove healing.json" in vet(checkpoint).reason
-    (checkpoint / "healing.json").unlink()
-    assert vet(checkpoint).reason == "complete"
-
-
-def test_shards_that_a_resume_does_not_read_are_not_looked_at(marked: Path) -> None:
-    """Whoever wrote the same weights in shards was killed; what is in one file is read before them."""
-    checkpoint = marked / "checkpoint-4"
-    whole = (checkpoint / "model.safetensors").read_bytes()
-    config = (checkpoint / "config.json").read_bytes()
-    sorted(resharded(checkpoint).glob("model-*.safetensors"))[-1].unlink()
-    (checkpoint / "model.safetensors").write_bytes(whole)
-    (checkpoint / "config.json").write_bytes(config)
-    (checkpoint / "generation_config.json").write_bytes(
-        (marked / "checkpoint-2" / "generation_config.json").read_bytes()
-    )
-    verdict = vet(checkpoint)
-    assert verdict.reason == (
-        "complete; model.safetensors.index.json was not looked at, because a resume reads model.safetensors"
-    )
-
-
-# ---- foreign files ----
-
-
-def test_what_is_not_called_a_checkpoint_is_not_looked_at(plain: Path) -> None:
-    (plain / "checkpoint-abc").mkdir()
-    (plain / "checkpoint-").mkdir()
-    (plain / "old-checkpoint-9").mkdir()
-    (plain / "checkpoint-5.zip").write_text("backup")
-    (plain / "emergency").write_text("call 112")
-    assert [Path(verdict.path).name for verdict in vet_all(plain)] == ["checkpoint-4", "checkpoint-2"]
-
-
-def test_a_directory_of_any_other_name_can_be_vetted(plain: Path) -> None:
-    (plain / "checkpoint-4").rename(plain / "final")
-    assert (vet(plain / "final").usable, vet(plain / "final").step) == (True, 4)
-
-
-def test_a_path_that_does_not_exist_has_a_verdict(tmp_path: Path) -> None:
-    assert vet(tmp_path / "checkpoint-9") == Verdict(
-        str(tmp_path / "checkpoint-9"), 9, False, "does not exist", "unmarked"
-    )
 
 
 # ---- self-healing check ----
@@ -764,12 +526,6 @@ def test_check_shows_every_checkpoint_and_which_one_is_taken(marked: Path) -> No
     assert "can be resumed from" in two
     assert "verified" in two
     assert f"resume_from_checkpoint=True takes {marked / 'checkpoint-2'} (step 2)." in result.stdout
-
-
-def test_check_names_checkpoints_by_where_they_are(marked: Path) -> None:
-    (marked / "last-known-good").mkdir()
-    (marked / "checkpoint-2").rename(marked / "last-known-good" / "checkpoint-2")
-    assert "last-known-good/checkpoint-2\t2\tcan be resumed from\t" in check(str(marked)).stdout
 
 
 def test_check_fails_if_none_can_be_resumed_from(marked: Path) -> None:
@@ -806,21 +562,3 @@ def test_check_of_a_checkpoint_of_any_name(marked: Path, monkeypatch: pytest.Mon
     assert "(step 4)" in check(str(marked / "final")).stdout
     monkeypatch.chdir(marked / "checkpoint-2")
     assert "(step 2)" in check(".").stdout
-
-
-def test_a_state_beside_the_checkpoints_does_not_make_the_run_one(marked: Path) -> None:
-    shutil.copy(marked / "checkpoint-4" / "trainer_state.json", marked)
-    assert check(str(marked)).stdout.count("\tcan be resumed from\t") == 2
-
-
-def test_a_marker_is_written_whole_or_not_at_all(marked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = (marked / "checkpoint-4" / "healing.json").read_text()
-
-    def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("os.replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        write_marker(marked / "checkpoint-4", "other", 4, {}, emergency=False)
-    assert (marked / "checkpoint-4" / "healing.json").read_text() == before
-    assert vet(marked / "checkpoint-4").usable

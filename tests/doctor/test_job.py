@@ -12,7 +12,7 @@ from started_ranks import StartedRanks
 from wrong_product import WrongProduct
 
 from self_healing.tools.doctor import Setting, judge
-from self_healing.tools.doctor_machine import Disk, Job, Machine, changed_on_the_way, check_device, is_in_job
+from self_healing.tools.doctor_machine import Disk, Job, Machine, check_device, is_in_job
 
 
 CPU = torch.device("cpu")
@@ -91,22 +91,3 @@ def test_one_element_that_is_wrong_is_found_and_one_that_is_wrong_now_and_then(a
 def test_a_device_that_raises_is_not_called_wrong() -> None:
     with mock.patch.object(torch.Tensor, "to", side_effect=RuntimeError("CUDA out of memory\nand more")):
         assert check_device(CPU) == (False, "RuntimeError: CUDA out of memory")
-
-
-# ---- what is made of what ranks have seen ----
-
-
-@pytest.mark.parametrize(
-    ("seen", "named"),
-    [
-        ([[], [], [], []], []),
-        ([[1], [1]], [1]),
-        # What rank 1 sends arrives changed at three of four, or all that it receives is.
-        ([[1], [], [1], [1]], [1]),
-        ([[], [0, 1, 2, 3], [], []], [1]),
-        # Between two of four.
-        ([[1], [], [], []], [0, 1]),
-    ],
-)
-def test_the_rank_whose_numbers_are_changed_is_named(seen: list[list[int]], named: list[int]) -> None:
-    assert sorted(changed_on_the_way(seen)) == named

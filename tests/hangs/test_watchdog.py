@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import ctypes
-import gc
 import logging
 import os
 import queue
@@ -15,10 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -29,17 +25,13 @@ from conftest import (
     grpo_trainer,
     journal,
     logged,
-    rloo_trainer,
     sft_trainer,
     weights,
 )
 from transformers import TrainerCallback
 
 from self_healing import FailureType, HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.failures.classify import classify_exception
-from self_healing.healers.data.guard import Guard
-from self_healing.healers.data.sources import SourceReader
-from self_healing.healers.hangs.watchdog import HangExits, TrainingHang, Watchdog
+from self_healing.healers.hangs.watchdog import TrainingHang, Watchdog
 from self_healing.hf.sections import Heartbeat
 from self_healing.journal.incident import Incident
 from self_healing.journal.journal import Journal
@@ -132,42 +124,10 @@ def test_the_first_times_of_a_part_have_no_limit_but_half_an_hour_to_be_told_of(
     assert limit(heartbeat, "step") == 60.0
 
 
-def test_a_stream_that_is_skipped_at_first_may_take_as_long_as_it_was_given(clock: Clock) -> None:
-    heartbeat = Heartbeat(3, clock)
-    heartbeat.be_patient("data", at_least=7200.0)
-    assert heartbeat.limit_at_first(heartbeat.sections["data"], 60.0) == 7200.0
-
-
-def test_one_checkpoint_and_one_evaluation_are_enough_to_know_them(clock: Clock) -> None:
-    heartbeat = Heartbeat(3, clock)
-    spend(heartbeat, clock, "save", 30.0)
-    spend(heartbeat, clock, "evaluate", 20.0)
-    assert limit(heartbeat, "save") == 300.0
-    assert limit(heartbeat, "evaluate") == 200.0
-
-
 def test_the_limit_is_a_multiple_of_the_longest_time_seen(clock: Clock) -> None:
     heartbeat = Heartbeat(3, clock)
     spend(heartbeat, clock, "step", 1.0, 1.0, 1.0, 9.0, 2.0)
     assert limit(heartbeat, "step") == 90.0
-
-
-def test_what_only_the_first_times_took_is_not_multiplied(clock: Clock) -> None:
-    heartbeat = Heartbeat(3, clock)
-    spend(heartbeat, clock, "step", 300.0, 1.0, 1.0, 1.0)
-    assert limit(heartbeat, "step") == 600.0
-
-
-def test_each_part_counts_only_the_time_that_is_its_own(clock: Clock) -> None:
-    heartbeat = Heartbeat(1, clock)
-    for _ in range(2):
-        heartbeat.enter("evaluate")
-        clock.now += 10
-        spend(heartbeat, clock, "prediction", 100.0)
-        clock.now += 20
-        heartbeat.leave()
-    assert limit(heartbeat, "evaluate") == 200.0
-    assert limit(heartbeat, "prediction") == 1000.0
 
 
 def test_a_wait_on_purpose_is_neither_a_hang_nor_learned_from(clock: Clock) -> None:
@@ -182,63 +142,6 @@ def test_a_wait_on_purpose_is_neither_a_hang_nor_learned_from(clock: Clock) -> N
     assert limit(heartbeat, "step") == 60.0
 
 
-def test_time_in_which_the_process_stood_still_is_not_learned_from(clock: Clock) -> None:
-    heartbeat = Heartbeat(1, clock)
-    heartbeat.stood_still = lambda beats, now: 1000.0
-    spend(heartbeat, clock, "step", 1.0, 1008.0)
-    assert limit(heartbeat, "step") == 80.0
-
-
-def test_a_step_goes_on_where_it_is_not_known_whether_the_process_stood_still(clock: Clock) -> None:
-    heartbeat = Heartbeat(1, clock)
-
-    def fails(beats: int, now: float) -> float:
-        raise ValueError("a bug")
-
-    heartbeat.stood_still = fails
-    spend(heartbeat, clock, "step", 1.0, 8.0)
-    assert limit(heartbeat, "step") == 80.0
-
-
-def test_after_a_reentry_everything_may_take_longer_once_more(clock: Clock) -> None:
-    heartbeat = Heartbeat(1, clock)
-    spend(heartbeat, clock, "data", 1.0, 1.0)
-    heartbeat.begin()
-    assert limit(heartbeat, "data") == 600.0
-    spend(heartbeat, clock, "data", 1.0)
-    assert limit(heartbeat, "data") == 60.0
-
-
-def test_a_stream_may_take_as_long_to_skip_as_it_took_to_consume(clock: Clock) -> None:
-    heartbeat = Heartbeat(1, clock)
-    spend(heartbeat, clock, "data", 1.0, 1.0)
-    heartbeat.begin()
-    heartbeat.be_patient("data", at_least=36000.0)
-    assert limit(heartbeat, "data") == 36000.0
-
-
-def test_what_is_allowed_a_time_may_take_it_each_time(clock: Clock) -> None:
-    heartbeat = Heartbeat(1, clock)
-    heartbeat.allow("data", 960.0)
-    spend(heartbeat, clock, "data", 1.0, 1.0)
-    heartbeat.begin()
-    spend(heartbeat, clock, "data", 1.0, 1.0)
-    assert limit(heartbeat, "data") == 960.0
-
-
-def test_what_an_earlier_process_waited_for_in_vain_is_given_twice_as_long(clock: Clock) -> None:
-    heartbeat = Heartbeat(1, clock)
-    heartbeat.has_taken("step", 90.0)
-    spend(heartbeat, clock, "step", 1.0, 1.0)
-    assert limit(heartbeat, "step") == 180.0
-
-
-def test_loading_the_best_model_is_not_watched(clock: Clock) -> None:
-    heartbeat = Heartbeat(1, clock)
-    spend(heartbeat, clock, "load_best_model", 1.0, 1.0, 1.0)
-    assert limit(heartbeat, "load_best_model") is None
-
-
 @pytest.mark.parametrize("name", ["optimizer", "save", "judge"])
 def test_what_must_not_be_left_half_done_is_never_interrupted(name: str) -> None:
     heartbeat = Heartbeat()
@@ -249,19 +152,6 @@ def test_what_must_not_be_left_half_done_is_never_interrupted(name: str) -> None
     heartbeat.leave()
     heartbeat.leave()
     assert heartbeat.may_be_interrupted
-
-
-def test_a_sign_of_life_costs_nothing_that_could_be_measured_beside_a_step() -> None:
-    heartbeat = Heartbeat()
-    best = float("inf")
-    for _ in range(5):
-        began = time.perf_counter()
-        for _ in range(1000):
-            heartbeat.enter("step")
-            heartbeat.leave()
-        best = min(best, (time.perf_counter() - began) / 1000)
-    # Four parts a step.
-    assert best < 5e-6
 
 
 # ---- waking the training thread ----
@@ -326,10 +216,6 @@ class Desk:
         self._thread.join(60.0)
 
 
-def wait_for_a_queue() -> None:
-    queue.Queue[int]().get()
-
-
 def wait_for_a_queue_with_timeouts() -> None:
     while True:
         try:
@@ -342,10 +228,6 @@ def wait_for_a_lock() -> None:
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
-
-
-def wait_for_an_event() -> None:
-    threading.Event().wait()
 
 
 def wait_for_a_process() -> None:
@@ -363,10 +245,6 @@ def wait_for_a_socket() -> None:
         ours.recv(1)
 
 
-def wait_for_a_future() -> None:
-    concurrent.futures.Future[int]().result()
-
-
 def wait_in_a_loop_that_takes_every_error_for_its_own() -> None:
     while True:
         try:
@@ -378,14 +256,10 @@ def wait_in_a_loop_that_takes_every_error_for_its_own() -> None:
 @pytest.mark.parametrize(
     "wait",
     [
-        lambda: time.sleep(FOREVER),
-        wait_for_a_queue,
         wait_for_a_queue_with_timeouts,
         wait_for_a_lock,
-        wait_for_an_event,
         wait_for_a_process,
         wait_for_a_socket,
-        wait_for_a_future,
         wait_in_a_loop_that_takes_every_error_for_its_own,
     ],
     ids=lambda wait: wait.__name__.removeprefix("wait_"),
@@ -400,10 +274,6 @@ def test_the_interrupt_wakes_what_waits(tmp_path: Path, wait: Callable[[], None]
     assert actions(tmp_path) == ["write_stacks", "interrupt"]
 
 
-def test_what_wakes_it_is_classified_as_a_hang() -> None:
-    assert classify_exception(TrainingHang("")) is FailureType.HANG
-
-
 def test_an_interrupt_that_comes_late_does_not_strike_what_moves_again(tmp_path: Path) -> None:
     with Desk(tmp_path, hang_grace_seconds=30.0) as desk:
         number = desk.watchdog._signal
@@ -416,15 +286,6 @@ def test_an_interrupt_that_comes_late_does_not_strike_what_moves_again(tmp_path:
         time.sleep(0.2)
     assert desk.claimed() == []
     assert outcomes(tmp_path) == ["self_recovered"]
-
-
-def test_a_signal_from_somebody_else_strikes_nothing(tmp_path: Path) -> None:
-    with Desk(tmp_path) as desk, desk.heartbeat.section("step"):
-        number = desk.watchdog._signal
-        assert number is not None
-        signal.pthread_kill(threading.get_ident(), number)
-        time.sleep(0.05)
-    assert desk.claimed() == []
 
 
 def test_cleaning_up_that_hangs_as_well_is_interrupted_again(tmp_path: Path) -> None:
@@ -473,25 +334,6 @@ def test_without_a_launcher_a_thread_blocked_in_c_is_left_alone_and_told_of(
     assert "Still no sign of life from 'step'" in caplog.text
 
 
-@pytest.mark.slow
-def test_alerts_come_at_ever_longer_intervals(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Desk(tmp_path, hang_action="notify") as desk, desk.heartbeat.section("step"):
-        time.sleep(3.5)
-    # After 0.3 s, 0.6, 1.2, 2.4.
-    assert 2 <= caplog.text.count("Still no sign of life") <= 3
-
-
-def test_a_failure_of_the_watchdog_is_logged_and_harms_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Desk(tmp_path, hang_action="notify") as desk:
-        desk.heartbeat.limit = lambda *_: 1 / 0  # type: ignore[method-assign]
-        with desk.heartbeat.section("step"):
-            time.sleep(0.3)
-        assert desk.watchdog.running
-    assert caplog.text.count("The watchdog for hangs failed") == 1
-
-
 def test_stacks_that_cannot_be_written_do_not_stop_the_recovery(tmp_path: Path) -> None:
     (tmp_path / "hangs").write_text("in the way")
     with Desk(tmp_path) as desk, pytest.raises(TrainingHang), desk.heartbeat.section("step"):
@@ -520,15 +362,6 @@ def test_handlers_and_thread_are_gone_afterwards(tmp_path: Path) -> None:
     assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
 
 
-def test_a_handler_that_somebody_else_has_installed_meanwhile_is_left_in_place(tmp_path: Path) -> None:
-    with Desk(tmp_path) as desk:
-        number = desk.watchdog._signal
-        assert number is not None
-        signal.signal(number, signal.SIG_IGN)
-    assert signal.getsignal(number) == signal.SIG_IGN
-    signal.signal(number, signal.SIG_DFL)
-
-
 # ---- runs that end without a word, and those that come to their end ----
 
 
@@ -539,40 +372,10 @@ def test_what_comes_after_a_train_that_raised_is_no_hang(tmp_path: Path) -> None
     assert not hangs(tmp_path)
 
 
-def test_a_run_that_ended_without_a_word_keeps_neither_watchdog_nor_signal(tmp_path: Path) -> None:
-    left_behind = Desk(tmp_path, still_training=lambda frame: False).__enter__()
-    number, forgotten = left_behind.watchdog._signal, weakref.ref(left_behind.watchdog)
-    left_behind.wait_between(lambda: not (there := forgotten()) or not there.running)
-    del left_behind
-    gc.collect()
-    assert forgotten() is None
-    with Desk(tmp_path) as next_run:
-        assert next_run.watchdog._signal == number
-    assert signal.getsignal(number) == signal.SIG_DFL
-
-
 def test_after_the_last_step_nothing_is_interrupted_or_ended(tmp_path: Path) -> None:
     with Desk(tmp_path, ending=True, launcher_restarts="yes") as desk:
         desk.wait_between(lambda: actions(tmp_path))
     assert actions(tmp_path) == ["write_stacks"]
-    assert outcomes(tmp_path) == ["self_recovered"]
-
-
-def test_a_hang_that_is_over_while_it_is_reported_has_one_outcome(tmp_path: Path) -> None:
-    with Desk(tmp_path, ending=True) as desk:
-        stopping, closed = threading.Thread(target=desk.watchdog.stop), desk.journal.closed
-
-        def stop_meanwhile(_: Incident) -> None:
-            stopping.start()
-            wait_until(desk.watchdog._stopping.is_set)
-
-        def written_slowly(*args: Any) -> None:
-            time.sleep(0.5)
-            closed(*args)
-
-        desk.journal.notify, desk.journal.closed = stop_meanwhile, written_slowly  # type: ignore[method-assign]
-        desk.wait_between(lambda: outcomes(tmp_path))
-        stopping.join()
     assert outcomes(tmp_path) == ["self_recovered"]
 
 
@@ -588,67 +391,6 @@ def test_the_first_time_of_a_part_that_hangs_is_told_of_and_left_alone(
     assert outcomes(tmp_path) == ["self_recovered"]
     assert "no sign of life from 'evaluate'" in caplog.text
     assert "test_watchdog.py" in stacks(tmp_path)
-
-
-def test_ranks_that_hang_together_write_their_stacks_side_by_side(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        with Desk(tmp_path, ending=True) as desk:
-            desk.journal.rank = rank
-            desk.wait_between(lambda journal=desk.journal: journal.incidents and journal.incidents[0].actions)
-    names = sorted(path.name for path in (tmp_path / "hangs").iterdir())
-    assert names == ["run-001-stacks.txt", "run-001.rank1-stacks.txt"]
-
-
-def test_where_an_exit_has_not_helped_the_next_process_is_not_ended_again(tmp_path: Path) -> None:
-    HangExits(tmp_path).note_exit(7, "between", 0.1)
-    with Desk(tmp_path, recovers=False, launcher_restarts="yes") as desk:
-        desk.wait_between(lambda: actions(tmp_path))
-    assert actions(tmp_path) == ["write_stacks"]
-
-
-def test_what_an_earlier_process_of_the_job_waited_for_is_known(tmp_path: Path) -> None:
-    memory = HangExits(tmp_path)
-    memory.note_exit(7, "between", 90.0)
-    restarted = HealingConfig(launcher_restarts="yes")
-    assert HangExits(tmp_path).read(restarted) == {"between": 90.0}
-    assert HangExits(tmp_path).read(HealingConfig()) == {}, "of another run in the same directory"
-    memory.path.write_text("{")
-    assert HangExits(tmp_path).read(restarted) == {}
-
-
-def test_with_workers_the_data_may_take_as_long_as_attempts_are_made_there(tmp_path: Path, tokenizer: Any) -> None:
-    callback = SelfHealingCallback(HealingConfig(retry_total_seconds=500.0, hang_floor_seconds=50.0))
-    sft_trainer(tmp_path, tokenizer, max_steps=1, dataloader_num_workers=1, callbacks=[callback]).train()
-    assert callback.run is not None
-    assert callback.run.context.heartbeat.sections["data"].allowed == 550.0
-
-
-def test_reading_a_stream_up_to_where_it_was_gives_signs_of_life() -> None:
-    signs: list[int] = []
-
-    class Stream:
-        def __init__(self) -> None:
-            self.failed = False
-
-        def __iter__(self) -> Any:
-            for number in range(10):
-                if number == 6 and not self.failed:
-                    self.failed = True
-                    raise ConnectionError("reset")
-                yield number
-
-    guard = Guard(SimpleNamespace(), 0, retry=retried)  # type: ignore[arg-type]
-    guard.alive = lambda: signs.append(1)
-    stream = Stream()
-    assert list(SourceReader(lambda: iter(stream), guard, lambda ordinal: {})) == list(range(10))
-    assert len(signs) == 6
-
-
-def retried(attempt: Callable[[], Any]) -> Any:
-    try:
-        return attempt()
-    except ConnectionError:
-        return attempt()
 
 
 # ---- real runs: recovered in process ----
@@ -690,38 +432,6 @@ def test_a_hang_in_the_data_loader_costs_no_step(tmp_path: Path, tokenizer: Any,
     assert again["time"] - interrupt["time"] < 5, "torch alone would wait 5 s for each worker that hangs"
 
 
-@pytest.mark.slow
-def test_persistent_workers_that_hang_in_an_evaluation_are_replaced(tmp_path: Path, tokenizer: Any) -> None:
-    others = sft_trainer(tmp_path / "data", tokenizer, texts=["nothing like the others"] * 4)
-    trainer = sft_trainer(
-        tmp_path / "healed",
-        tokenizer,
-        trainer_kwargs={"eval_dataset": others.train_dataset},
-        max_steps=6,
-        dataloader_num_workers=1,
-        dataloader_persistent_workers=True,
-        eval_strategy="steps",
-        eval_steps=2,
-    )
-    collate, evaluations = trainer.data_collator, tmp_path / "evaluations"
-    row = others.train_dataset[0]["input_ids"]
-
-    def collate_or_hang(examples: list[dict[str, Any]]) -> Any:
-        if examples[0]["input_ids"] == row:
-            with evaluations.open("a") as file:
-                file.write("x")
-            if evaluations.stat().st_size == 2:
-                time.sleep(FOREVER)
-        return collate(examples)
-
-    trainer.data_collator = collate_or_hang
-    output = SelfHealingTrainer(trainer, HealingConfig(**QUICK)).train()
-    assert evaluations.stat().st_size == 4
-    assert output.global_step == 6
-    assert [event["evidence"]["section"] for event in hangs(tmp_path / "healed")] == ["evaluate"]
-    assert outcomes(tmp_path / "healed") == ["resolved"]
-
-
 @pytest.mark.heals("hang", "wrapper")
 def test_a_hang_in_the_forward_costs_no_step(tmp_path: Path, tokenizer: Any) -> None:
     clean = sft_trainer(tmp_path / "clean", tokenizer)
@@ -743,19 +453,12 @@ class Event(TrainerCallback):
         setattr(self, name, lambda args, state, control, **kwargs: action())
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
-        pytest.param("on_step_begin", marks=pytest.mark.slow),
-        pytest.param("on_step_end", marks=pytest.mark.slow),
-        pytest.param("on_log", marks=pytest.mark.slow),
-    ],
-)
-def test_a_callback_that_hangs_costs_no_step(tmp_path: Path, tokenizer: Any, event: str) -> None:
+@pytest.mark.slow
+def test_a_callback_that_hangs_costs_no_step(tmp_path: Path, tokenizer: Any) -> None:
     clean = sft_trainer(tmp_path / "clean", tokenizer, max_steps=8)
     clean.train()
     fault = Once(6)
-    trainer = sft_trainer(tmp_path / "healed", tokenizer, max_steps=8, callbacks=[Event(event, fault)])
+    trainer = sft_trainer(tmp_path / "healed", tokenizer, max_steps=8, callbacks=[Event("on_log", fault)])
     SelfHealingTrainer(trainer, HealingConfig(**QUICK)).train()
     assert fault.fired == 1
     assert_same_weights(weights(trainer), weights(clean))
@@ -763,10 +466,9 @@ def test_a_callback_that_hangs_costs_no_step(tmp_path: Path, tokenizer: Any, eve
     assert outcomes(tmp_path / "healed") == ["resolved"]
 
 
-@pytest.mark.parametrize("build", [grpo_trainer, pytest.param(rloo_trainer, marks=pytest.mark.slow)])
-def test_a_reward_that_hangs_is_interrupted(tmp_path: Path, tokenizer: Any, build: Any) -> None:
+def test_a_reward_that_hangs_is_interrupted(tmp_path: Path, tokenizer: Any) -> None:
     fault = Once(4)
-    trainer = build(tmp_path / "healed", tokenizer, max_steps=6)
+    trainer = grpo_trainer(tmp_path / "healed", tokenizer, max_steps=6)
 
     def reward(completions: list[str], **_: Any) -> list[float]:
         fault()
@@ -816,17 +518,6 @@ def test_a_hang_in_the_optimizer_is_not_interrupted(tmp_path: Path, tokenizer: A
     assert outcomes(tmp_path / "run") == ["self_recovered"]
 
 
-@pytest.mark.slow
-def test_a_hang_in_saving_is_not_interrupted(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(tmp_path / "run", tokenizer, save_strategy="steps", save_steps=2)
-    original, fault = trainer._save_rng_state, Once(2, lambda: time.sleep(5))
-    trainer._save_rng_state = lambda directory: (fault(), original(directory))
-    SelfHealingTrainer(trainer, HealingConfig(**QUICK, hang_factor=1.0)).train()
-    assert [event["evidence"]["section"] for event in hangs(tmp_path / "run")] == ["save"]
-    assert actions(tmp_path / "run") == ["write_stacks"]
-    assert (tmp_path / "run" / "checkpoint-4" / "trainer_state.json").exists()
-
-
 @pytest.mark.heals("hang", "callback", partly="reported, with the stacks of all threads")
 @pytest.mark.parametrize(
     "wrapped",
@@ -864,43 +555,7 @@ def test_switched_off_nothing_watches(tmp_path: Path, tokenizer: Any) -> None:
     assert "self_healing watchdog" not in seen
 
 
-def test_the_watchdog_ends_with_a_run_that_fails(tmp_path: Path, tokenizer: Any) -> None:
-    def fail() -> None:
-        raise ValueError("a mistake")
-
-    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[Event("on_step_end", fail)])
-    with pytest.raises(ValueError, match="a mistake"):
-        SelfHealingTrainer(trainer, HealingConfig(**QUICK)).train()
-    time.sleep(0.5)
-    assert not any(thread.name == "self_healing watchdog" for thread in threading.enumerate())
-
-
 # ---- no false alarms ----
-
-
-def test_a_healthy_run_is_left_as_it_is(tmp_path: Path, tokenizer: Any) -> None:
-    clean = sft_trainer(tmp_path / "clean", tokenizer)
-    clean.train()
-    trainer = sft_trainer(tmp_path / "run", tokenizer)
-    SelfHealingTrainer(trainer, HealingConfig(**QUICK)).train()
-    assert_same_weights(weights(trainer), weights(clean))
-    assert not (tmp_path / "run" / "hangs").exists()
-
-
-@pytest.mark.slow
-def test_first_steps_that_compile_are_no_hang(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(tmp_path / "run", tokenizer)
-    trainer.model.model.norm.register_forward_pre_hook(Once(1, lambda: time.sleep(4)))
-    SelfHealingTrainer(trainer, HealingConfig(**QUICK)).train()
-    assert not hangs(tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_a_slow_run_that_moves_is_no_hang(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=3)
-    trainer.model.model.norm.register_forward_pre_hook(lambda *_: time.sleep(1.5))
-    SelfHealingTrainer(trainer, HealingConfig(**QUICK, hang_factor=3.0)).train()
-    assert not hangs(tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -921,12 +576,6 @@ def test_evaluations_and_checkpoints_that_take_long_each_time_are_no_hang(tmp_pa
     trainer._save_rng_state = lambda directory: (time.sleep(3), original(directory))
     SelfHealingTrainer(trainer, HealingConfig(**QUICK)).train()
     assert not hangs(tmp_path / "run")
-
-
-def test_waiting_before_another_attempt_is_no_hang(tmp_path: Path) -> None:
-    with Desk(tmp_path) as desk, desk.heartbeat.section("step"):
-        desk.heartbeat.pausing(time.sleep)(1.5)
-    assert not hangs(tmp_path)
 
 
 # ---- in a process of its own ----

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,11 +110,10 @@ def taken_up(directory: Path, content: Any) -> Run:
     return run
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_no_damage_to_a_record_stops_a_start(
-    tmp_path: Path, record: dict[str, Any], seed: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, record: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, content in damages(record, seed):
+    for name, content in damages(record, seed=0):
         caplog.clear()
         try:
             run = taken_up(tmp_path, content)
@@ -126,41 +124,6 @@ def test_no_damage_to_a_record_stops_a_start(
             raise AssertionError(name) from error
         if not name.startswith("memory"):
             assert run.numerics.ladder.state_dict()["climbed"] == {"divergence": 3}, name
-
-
-@pytest.mark.parametrize(
-    ("path", "left_out"),
-    [
-        (("memory", "budget", "failed_at"), "memory.budget.failed_at"),
-        (("memory", "learning_rate", "reductions"), "memory.learning_rate.reductions"),
-        (("memory", "ladder", "climbed"), "memory.ladder.climbed"),
-        (("memory", "ladder"), "memory.ladder"),
-        (("incidents", 0, "step"), "incidents.0.step"),
-        (("attempts", 1, "ending"), "attempts.1.ending"),
-    ],
-)
-def test_what_can_be_read_of_a_record_is_used(
-    tmp_path: Path, record: dict[str, Any], path: Path_, left_out: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / RECORD_FILE).write_text(json.dumps(damaged(record, path, deleted)))
-    read = RunRecord.read(tmp_path)
-    assert read is not None
-    run = assemble(HealingConfig(), tmp_path, run_id=read.run)
-    run.attempts.keep(read, taken_up=True)
-    assert run.context.budget.used == 2
-    assert run.numerics.learning_rate.scale(7) == 0.5
-    assert [incident.steps_lost for incident in run.journal.incidents] == [3]
-    assert len(read.attempts) == 2
-    assert f"Left out, as if it were not known: {left_out}." in caplog.text
-
-
-def test_a_whole_record_is_used_without_a_word(
-    tmp_path: Path, record: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        run = taken_up(tmp_path, record)
-    assert run.context.budget.failed_at >= 6
-    assert "can be used only in part" not in caplog.text
 
 
 def test_a_record_of_another_version_is_used(
@@ -187,9 +150,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     return run
 
 
-@pytest.mark.parametrize("name", ["trainer_state.json", "config.json"])
-def test_what_the_trainer_cannot_read_is_refused(finished: Path, name: str) -> None:
-    file = finished / "checkpoint-6" / name
+def test_what_the_trainer_cannot_read_is_refused(finished: Path) -> None:
+    file = finished / "checkpoint-6" / "trainer_state.json"
     whole = file.read_text()
     content = json.loads(whole)
     content.pop("stateful_callbacks", None)

@@ -6,12 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import (
     POISON_WORD,
     TEXTS,
@@ -21,23 +19,18 @@ from conftest import (
     assert_same_weights,
     journal,
     logged,
-    quarantined,
     sft_trainer,
     weights,
 )
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import TrainerCallback
 
 from self_healing import (
-    FailureType,
     HealingConfig,
     HealingReport,
     Incident,
     SelfHealingCallback,
     SelfHealingTrainer,
 )
-from self_healing.journal.incident import describe
-from self_healing.journal.journal import Journal
 
 
 def struck(output_dir: Path, tokenizer: Any, config: HealingConfig | None = None, **arguments: Any) -> Any:
@@ -65,17 +58,6 @@ def test_every_line_has_the_schema(tmp_path: Path, tokenizer: Any) -> None:
         assert {"schema", "time", "run", "rank", "attempt", "step", "kind"} <= event.keys()
         assert event["schema"] == 1
     assert len({event["incident"] for event in events if "incident" in event}) == 1
-
-
-def test_tensorboard_shows_the_metrics(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tb"))
-    struck(tmp_path, tokenizer, report_to=["tensorboard"]).train()
-    (events,) = {file.parent for file in tmp_path.rglob("events.out.tfevents.*")}
-    accumulator = EventAccumulator(str(events))
-    accumulator.Reload()
-    incidents = accumulator.Scalars("train/healing/incidents")
-    assert [(point.step, point.value) for point in incidents][:2] == [(3, 1.0), (4, 1.0)]
-    assert accumulator.Scalars("train/healing/steps_lost")[-1].value == 0
 
 
 TRACKIO_RUN = """
@@ -120,73 +102,14 @@ def test_trackio_shows_the_metrics_the_alert_and_the_report(tmp_path: Path) -> N
     assert "The run came to its end at step 6 of 6." in page.read_text()
 
 
-# Something in every field, none of it the default.
-WHOLE = Incident(
-    id="run-001",
-    step=7,
-    symptom="rule:kl_high",
-    failure=FailureType.RED_FLAG,
-    cause="kl high",
-    evidence={"rows": [{"dataset_index": 3}]},
-    actions=["roll_back"],
-    seconds_lost=0.25,
-    severity="error",
-    figures=["back to the state of step 5"],
-    outcome="resolved",
-    **{name: 2 for name in ("steps_lost", "steps_repeated") if name in {each.name for each in fields(Incident)}},
-)
-
-
-@pytest.mark.parametrize("name", [each.name for each in fields(Incident)])
-def test_every_field_of_an_incident_outlives_the_process(name: str) -> None:
-    read = Incident.from_dict(json.loads(json.dumps(WHOLE.to_dict())))
-    assert getattr(WHOLE, name) != getattr(Incident("", 0, ""), name), "nothing was put into this field above"
-    assert getattr(read, name) == getattr(WHOLE, name)
-
-
-def test_an_incident_of_an_earlier_version_is_read_all_the_same() -> None:
-    told = {name: value for name, value in WHOLE.to_dict().items() if name not in ("severity", "figures")}
-    assert Incident.from_dict(told).severity is None
-
-
-@pytest.mark.parametrize("diagnosis", ["nothing to learn from", "Most are cut off."])
-def test_every_sentence_of_a_message_ends_once(diagnosis: str) -> None:
-    told = describe(Incident("", 3, "nonfinite_reward", evidence={"diagnosis": diagnosis}))
-    assert f"{diagnosis.removesuffix('.')}. Done:" in told
-
-
-@pytest.mark.parametrize("forward", [3, 11], ids=["early", "in the last step"])
-def test_the_last_log_and_the_report_tell_the_same(tmp_path: Path, tokenizer: Any, forward: int) -> None:
+def test_the_last_log_and_the_report_tell_the_same_of_the_last_step(tmp_path: Path, tokenizer: Any) -> None:
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
-    OutputFault(trainer.model, strike=lambda number: number == forward)
+    OutputFault(trainer.model, strike=lambda number: number == 11)
     trainer.train()
     report = HealingReport.from_run_dir(tmp_path)
     resolved = sum(incident["outcome"] == "resolved" for incident in report.incidents)
     assert trainer.state.log_history[-1]["healing/resolved"] == resolved == 1
     assert len(journal(tmp_path, "outcome")) == 1
-
-
-def test_samples_that_were_quarantined_are_counted(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
-    broken = 5
-
-    class Broken(torch.utils.data.Dataset):
-        def __init__(self, dataset: Any) -> None:
-            self.dataset = dataset
-
-        def __len__(self) -> int:
-            return len(self.dataset)
-
-        def __getitem__(self, index: int) -> Any:
-            if index == broken:
-                raise ValueError("cannot be decoded")
-            return self.dataset[index]
-
-    trainer.train_dataset = Broken(trainer.train_dataset)
-    trainer.args.max_steps = 8
-    trainer.train()
-    assert [row["dataset_index"] for row in quarantined(tmp_path)] == [broken]
-    assert trainer.state.log_history[-1]["healing/quarantined_rows"] == 1
 
 
 def test_callbacks_that_listen_are_told(tmp_path: Path, tokenizer: Any) -> None:
@@ -236,13 +159,6 @@ def test_a_failing_sink_never_fails_the_training(
     assert "Traceback" in caplog.text
 
 
-def test_the_metrics_can_be_switched_off(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = struck(tmp_path, tokenizer, HealingConfig(healing_metrics=False))
-    trainer.train()
-    assert trainer.fault.fired
-    assert not [key for entry in trainer.state.log_history for key in entry if key.startswith("healing/")]
-
-
 def test_healing_dir_takes_everything(tmp_path: Path, tokenizer: Any) -> None:
     struck(tmp_path / "run", tokenizer, HealingConfig(healing_dir=str(tmp_path / "elsewhere"))).train()
     assert journal(tmp_path / "elsewhere", "outcome")
@@ -267,36 +183,6 @@ def test_a_postmortem_of_an_earlier_run_is_set_aside(tmp_path: Path, tokenizer: 
     assert len(list(tmp_path.glob("postmortem.before-*.json"))) == 1
 
 
-def test_postmortems_of_ranks_that_are_no_longer_there_are_set_aside_once(tmp_path: Path) -> None:
-    for name in ("postmortem.rank1.json", "postmortem.rank12.json", "postmortem.rank1.before-run.json"):
-        (tmp_path / name).write_text("{}")
-    Journal(tmp_path, HealingConfig(), "new", rank=2).set_aside_postmortem()
-    assert (tmp_path / "postmortem.rank12.json").exists()
-    Journal(tmp_path, HealingConfig(), "new").set_aside_postmortem()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "postmortem.rank1.before-new.json",
-        "postmortem.rank1.before-run.json",
-        "postmortem.rank12.before-new.json",
-    ]
-
-
-def test_a_postmortem_of_another_rank_is_quoted_only_if_it_is_of_this_run_and_of_late(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(rank: int, run: str, step: int) -> None:
-        error = ValueError(f"of rank {rank}")
-        Journal(tmp_path, HealingConfig(), run, rank).write_postmortem(
-            "", FailureType.USER_CODE, step, error, [], None
-        )
-
-    for rank, run, step in ((0, "run", 7), (1, "run", 7), (2, "other", 7), (3, "run", 3)):
-        fails(rank, run, step)
-    (tmp_path / "postmortem.rank4.json").write_text("half of i")
-    (found,) = Journal(tmp_path, HealingConfig(), "run").errors_of_other_ranks(since=4)
-    assert (found["rank"], found["step"], found["error"]["message"]) == (1, 7, "of rank 1")
-    assert "postmortem.rank4.json cannot be read" in caplog.text
-
-
 def test_the_postmortem_is_strict_json_though_the_values_were_not_finite(tmp_path: Path, tokenizer: Any) -> None:
     trainer = struck(tmp_path, tokenizer, HealingConfig(on_nonfinite="raise"))
     with pytest.raises(RuntimeError):
@@ -314,18 +200,13 @@ def test_the_postmortem_is_strict_json_though_the_values_were_not_finite(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "broken",
+    ("broken", "wrapped"),
     [
-        "self_healing.healers.numerics.detectors.spikes.NonFiniteDetector.judge",
-        "self_healing.rollback.ring.KeptBatches.note_healthy",
-        "self_healing.hf.trainer_state.Bookkeeper.capture",
-        "self_healing.hf.reentry.Reentry.step_ends",
-        "self_healing.journal.journal.Journal.metrics",
-        "self_healing.hf.adapter.Instrument.attach",
-        "self_healing.hf.step.Window.signals",
+        ("self_healing.healers.numerics.detectors.spikes.NonFiniteDetector.judge", False),
+        ("self_healing.hf.reentry.Reentry.step_ends", True),
+        ("self_healing.journal.journal.Journal.metrics", True),
     ],
 )
-@pytest.mark.parametrize("wrapped", [False, True], ids=["callback", "wrapper"])
 def test_a_failure_of_ours_leaves_the_plain_trainer(
     tmp_path: Path,
     tokenizer: Any,
@@ -388,15 +269,6 @@ def test_a_failure_of_ours_while_recovering_leaves_the_users_exception(
     assert "training_step" not in vars(trainer)
 
 
-def test_a_trainer_left_by_an_exception_is_given_back(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
-    RaisingForward(trainer.model, lambda forward: forward == 3, lambda: ValueError("bug"))
-    with pytest.raises(ValueError, match="bug"):
-        trainer.train()
-    assert not {"training_step", "get_batch_samples", "log"} & set(vars(trainer))
-    assert "clip_grad_norm_" not in vars(trainer.accelerator)
-
-
 def test_a_second_callback_stays_out_of_the_way(
     tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -423,10 +295,7 @@ def test_a_run_that_is_only_watched_reports_a_dead_model_once(tmp_path: Path, to
     assert len(list((tmp_path / "incidents").iterdir())) == 1
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["callback", "wrapper"])
-def test_a_run_that_died_is_told_alike_by_journal_report_and_listeners(
-    tmp_path: Path, tokenizer: Any, wrapped: bool
-) -> None:
+def test_a_run_that_died_is_told_alike_by_journal_report_and_listeners(tmp_path: Path, tokenizer: Any) -> None:
     told: list[str] = []
 
     class Listener(TrainerCallback):
@@ -437,22 +306,9 @@ def test_a_run_that_died_is_told_alike_by_journal_report_and_listeners(
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), Listener()])
     OutputFault(trainer.model, strike=lambda _: trainer.state.global_step >= 2)
     with pytest.raises(RuntimeError, match="2 steps in a row"):
-        (SelfHealingTrainer(trainer) if wrapped else trainer).train()
+        SelfHealingTrainer(trainer).train()
     report = HealingReport.from_run_dir(tmp_path)
     assert [incident["outcome"] for incident in report.incidents] == ["unresolved", "fatal"]
     assert [incident["steps_lost"] for incident in report.incidents] == [1, 1]
     assert told == ["open", "fatal"]
     assert report.incidents[-1]["actions"] == ["skip_step", "emergency_checkpoint", "stop"]
-
-
-def test_waits_differ_between_jobs_with_the_same_seed(tmp_path: Path, tokenizer: Any) -> None:
-    def waits(name: str) -> list[float]:
-        trainer = sft_trainer(tmp_path / name, tokenizer)
-        RaisingForward(trainer.model, lambda forward: forward in (3, 5), lambda: ConnectionError("gone"))
-        seconds: list[float] = []
-        SelfHealingTrainer(trainer, sleep=seconds.append).train()
-        return seconds
-
-    first, second = waits("first"), waits("second")
-    assert len(first) == len(second) == 2
-    assert first != second

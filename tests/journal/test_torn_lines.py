@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +10,10 @@ import pytest
 from conftest import plain_trainer
 
 from self_healing import HealingConfig, HealingReport, SelfHealingCallback
-from self_healing.checkpoints.marker import read_marker, set_standing, write_marker
+from self_healing.checkpoints.marker import write_marker
 from self_healing.healers.data.quarantine import BadSample, Quarantine
 from self_healing.journal.journal import Journal
-from self_healing.system.files import append_line, parse_lines, remove_leftovers, replace_file
+from self_healing.system.files import parse_lines
 from self_healing.tools.chaos.faults import Ledger
 
 
@@ -75,14 +72,6 @@ def test_samples_in_other_lines_of_the_quarantine_are_known(tmp_path: Path, capl
     assert "1 line(s) cannot be read" in caplog.text
 
 
-def test_a_line_that_the_disk_took_in_part_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, text: write(descriptor, text[:3]))
-    with pytest.raises(OSError, match="No space left") as caught:
-        append_line(tmp_path / "lines.jsonl", {"a": 1})
-    assert caught.value.errno == errno.ENOSPC
-
-
 # ---- files that were to take the place of others ----
 
 
@@ -91,53 +80,6 @@ def a_checkpoint(directory: Path) -> Path:
     (directory / "model.safetensors").write_bytes(bytes(8))
     write_marker(directory, "run", 2, {}, emergency=False)
     return directory
-
-
-def test_a_marker_that_could_not_be_replaced_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint = a_checkpoint(tmp_path / "checkpoint-2")
-
-    def refused(*_: Any) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "replace", refused)
-    with pytest.raises(OSError, match="Input/output"):
-        set_standing(checkpoint, "verified")
-    assert sorted(file.name for file in checkpoint.iterdir()) == ["healing.json", "model.safetensors"]
-
-
-@pytest.mark.parametrize("sync", [False, True])
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool) -> None:
-    path, synced = tmp_path / "below" / "file.json", []
-    monkeypatch.setattr(os, "fsync", lambda _: synced.append(path))
-    replace_file(path, "first", sync=sync)
-    replace_file(path, "second", sync=sync)
-    assert len(synced) == (2 if sync else 0)
-
-    def refused(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", refused)
-    with pytest.raises(OSError, match="No space left"):
-        replace_file(path, "third", sync=sync)
-    assert path.read_text() == "second"
-    assert [each.name for each in path.parent.iterdir()] == ["file.json"]
-
-
-def test_a_file_in_a_directory_that_is_gone_does_not_bring_it_back(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        replace_file(tmp_path / "gone" / "file.json", "text", make_directory=False)
-    assert not (tmp_path / "gone").exists()
-
-
-def test_half_a_marker_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
-    checkpoint = a_checkpoint(tmp_path / "checkpoint-2")
-    (checkpoint / "healing.json.tmp").write_text('{"half')
-    write_marker(checkpoint, "run", 2, {}, emergency=False)
-    assert json.loads((checkpoint / "healing.json").read_text())["files"].keys() == {"model.safetensors"}
-    (checkpoint / "healing.json.tmp").unlink(missing_ok=True)
-    assert read_marker(checkpoint) is not None
 
 
 def test_a_run_begins_by_removing_what_killed_processes_have_left(tmp_path: Path, tokenizer: Any) -> None:
@@ -158,9 +100,3 @@ def test_a_run_begins_by_removing_what_killed_processes_have_left(tmp_path: Path
     plain_trainer(run, tokenizer, callbacks=[healing], max_steps=1).train()
     assert [path for path in leftovers if path.exists()] == []
     assert [path for path in theirs if not path.exists()] == []
-
-
-def test_what_is_no_leftover_is_not_removed(tmp_path: Path) -> None:
-    a_checkpoint(tmp_path / "checkpoint-2")
-    (tmp_path / "healing_events.jsonl").touch()
-    assert remove_leftovers(tmp_path) == []

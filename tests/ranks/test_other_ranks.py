@@ -6,34 +6,24 @@ import dataclasses
 import os
 import signal
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch.distributed
+from test_watchdog import wait_until
 
 from self_healing import FailureType
-from self_healing.ranks import session
 from self_healing.ranks.messages import Failure, Place, Position, failure_of
 from self_healing.ranks.session import OtherRanks
-from self_healing.system.processes import Process, State
+from self_healing.system.processes import Process
 
 
 store_class: Any = torch.distributed.TCPStore
 # Ten times as often as in a run of a minute's floor.
 INTERVAL = 0.1
 ELSEWHERE = Process("another machine", 1, 0.0)
-
-
-def wait_until(happened: Callable[[], Any]) -> None:
-    for _ in range(3000):
-        if happened():
-            return
-        time.sleep(0.01)
-    raise AssertionError("nothing has happened in half a minute")
 
 
 class Rank:
@@ -107,15 +97,6 @@ def test_a_rank_that_is_killed_is_given_up_by_the_others(job: Callable[..., list
     assert set(first.ranks.positions()) == {0, 1}
 
 
-def test_a_rank_that_is_killed_has_come_as_far_as_the_others(job: Callable[..., list[Rank]], child: Process) -> None:
-    first, _ = job(2, child)
-    # Steps are finished together; what the other one has said of itself last is older.
-    first.position = Position(7, "step", 50, 0.1, 60.0)
-    os.kill(child.pid, signal.SIGKILL)
-    wait_until(lambda: first.told)
-    assert first.told[0].step == 7
-
-
 WAITS = Position(5, "between", 10, 30.0, 60.0, training=False, collective="broadcast")
 
 
@@ -147,16 +128,6 @@ def test_a_rank_that_leaves_training_at_the_end_of_it_is_not_missed(job: Callabl
     assert first.ranks.first_failure() is None
 
 
-def test_a_collective_that_fails_comes_of_a_rank_that_has_left_training_alone(job: Callable[..., list[Rank]]) -> None:
-    first, second = job(2)
-    second.ranks.leave()
-    wait_until(lambda: 1 not in first.ranks.positions())
-    # It may be about to leave as well, as all have agreed.
-    assert first.ranks.first_failure() is None
-    first.ranks.tell(Failure(0, 5, FailureType.PROCESS_DIED, "Connection closed by peer", follows=True))
-    assert "rank 1 failed first" in str(first.ranks.first_failure())
-
-
 def test_a_rank_that_is_stopped_is_given_up_and_one_that_goes_on_soon_is_not(
     job: Callable[..., list[Rank]], child: Process
 ) -> None:
@@ -171,27 +142,6 @@ def test_a_rank_that_is_stopped_is_given_up_and_one_that_goes_on_soon_is_not(
     wait_until(lambda: first.told)
     assert time.monotonic() - began >= 3 * INTERVAL
     assert "is stopped" in first.told[0].error
-
-
-def test_a_rank_that_never_comes_hides_no_other_one(store: Any, child: Process) -> None:
-    here, last = Rank(store.port, 0, 4), Rank(store.port, 3, 4, child)
-    wait_until(lambda: set(here.ranks.positions()) == {0, 3})
-    os.kill(child.pid, signal.SIGKILL)
-    wait_until(lambda: here.told)
-    assert here.told[0].rank == 3
-    for each in (here, last):
-        each.ranks.leave()
-
-
-def test_a_failure_that_was_counted_and_never_written_hides_no_other_one(job: Callable[..., list[Rank]]) -> None:
-    first, second = job(2)
-    session = second.ranks._session
-    assert session is not None
-    # As of a rank that is killed in between.
-    session._order(lambda channel: channel.add("failures", 1), 10.0)
-    second.ranks.tell(FAILED)
-    wait_until(lambda: first.told)
-    assert first.told == [FAILED]
 
 
 def test_a_rank_that_says_goodbye_may_end(job: Callable[..., list[Rank]], child: Process) -> None:
@@ -233,74 +183,6 @@ def test_a_rank_that_loses_the_store_comes_back_to_it_and_is_not_given_up(
     assert first.told == [FAILED]
 
 
-class Clock:
-    """As `time` tells it to this process, which does not run for a while."""
-
-    def __init__(self) -> None:
-        self.stood_still = 0.0
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.stood_still
-
-
-@pytest.mark.parametrize("where", ["between two looks", "in one"])
-def test_what_was_seen_before_this_process_stood_still_says_nothing(
-    job: Callable[..., list[Rank]], child: Process, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    # Of what follows no part takes so long otherwise, however busy the machine is.
-    monkeypatch.setattr(session, "_STOPPED", 3000.0)
-    first, _ = job(2, child)
-    os.kill(child.pid, signal.SIGSTOP)
-    wait_until(lambda: child.state() is State.STOPPED)
-    clock, looks = Clock(), list[float]()
-    monkeypatch.setattr(session, "time", clock)
-    here = first.ranks._session
-    assert here is not None
-    take_in, listen = here._take_in_failures, here._listen
-
-    def take_in_failures(channel: Any) -> None:
-        if where == "in one" and not clock.stood_still:
-            clock.stood_still = 1e6
-        take_in(channel)
-
-    def look() -> None:
-        if where == "between two looks" and len(looks) == 1:
-            clock.stood_still = 1e6
-        listen()
-        looks.append(clock.stood_still)
-
-    monkeypatch.setattr(here, "_take_in_failures", take_in_failures)
-    monkeypatch.setattr(here, "_listen", look)
-    # As after a machine was asleep: all of a sudden everything is long ago, and the other rank wakes a little later.
-    wait_until(lambda: sum(each > 0 for each in looks) >= 3)
-    assert first.told == []
-
-
-def test_a_rank_knows_where_the_others_are(job: Callable[..., list[Rank]]) -> None:
-    first, second = job(2)
-    second.position = Position(6, "data", 40, 3.0, 57.0, line="data.py:3, in read: wait()")
-    assert first.ranks.positions(within=30.0) == {0: first.position, 1: second.position}
-    first.position = Position(7, "step", 50, 3.0, 57.0)
-    assert first.ranks.waited_for(first.position) == (1, second.position)
-
-
-def test_another_run_in_the_same_store_is_none_of_this_one(store: Any, job: Callable[..., list[Rank]]) -> None:
-    first, second = job(2)
-    second.ranks.tell(FAILED)
-    wait_until(lambda: first.told)
-    for each in (first, second):
-        each.ranks.leave()
-        each.told.clear()
-        each.ranks.watch(
-            lambda: Position(0, "", 0, 0.0, 60.0),
-            each.told.append,
-            Place(int(each is second), 2, "127.0.0.1", store.port),
-        )
-    wait_until(lambda: len(first.ranks.positions()) == 2)
-    assert first.told == []
-    assert first.ranks.failures == []
-
-
 class Broken:
     """A connection that is lost: all calls raise what torch raises."""
 
@@ -327,45 +209,8 @@ def test_a_store_that_cannot_be_reached_is_told_of_once_and_stops_nothing(caplog
     assert second.told == []
 
 
-@pytest.mark.parametrize(("code", "others"), [(3, 3), (0, 1), (None, 1), ("no data", 1), (256, 1)])
+@pytest.mark.parametrize(("code", "others"), [(3, 3), (0, 1)])
 def test_a_rank_that_exits_by_itself_ends_the_others_with_its_code_or_as_failed(code: Any, others: int) -> None:
     found = failure_of(SystemExit(code), 1, 5, "step")
     assert found is not None
     assert (found.failure, found.exit_code, found.for_good) == (FailureType.INTERRUPTED, others, False)
-
-
-def test_where_ranks_are_can_be_asked_while_others_come(job: Callable[..., list[Rank]]) -> None:
-    first, _ = job(2)
-    here, over = first.ranks._session, threading.Event()
-    assert here is not None
-    known = here._others
-    # Of a job of many ranks; a look of the thread itself would find out that they are none.
-    known |= {rank: dataclasses.replace(known[1], left=True) for rank in range(2, 200)}
-
-    def come() -> None:
-        rank = 200
-        while not over.is_set():
-            known[rank] = known[2]
-            known.pop(rank - 50, None)
-            rank += 1
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    coming = threading.Thread(target=come)
-    coming.start()
-    try:
-        for _ in range(300):
-            assert set(here.positions(0.0)) == {0, 1}
-    finally:
-        over.set()
-        coming.join()
-        sys.setswitchinterval(interval)
-
-
-def test_a_single_process_builds_nothing() -> None:
-    ranks = OtherRanks("the_run")
-    ranks.watch(lambda: Position(0, "", 0, 0.0, 0.0), lambda failure: None)
-    ranks.tell(FAILED)
-    assert not ranks.known
-    assert ranks.positions() == {}
-    assert ranks.first_failure(within=60.0) is None

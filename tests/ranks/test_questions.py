@@ -54,12 +54,3 @@ def test_the_same_question_is_answered_on_some_thousand_ranks(monkeypatch: pytes
     monkeypatch.setattr(votes, "world_size", lambda: ranks)
     monkeypatch.setattr(votes.dist, "all_reduce", lambda each: each.copy_(ballot))
     assert sum_over_ranks(question, [1.0], CPU)[0] == ranks
-
-
-@pytest.mark.parametrize("answers", [[2.0, 3.0], torch.tensor([2.0, 3.0])])
-def test_a_ballot_is_the_same_however_it_is_made(answers: list[float] | torch.Tensor) -> None:
-    # As where the device is not the host.
-    blank = votes._blank("the step", CPU)
-    ballot = votes._ballot("the step", answers, CPU)
-    assert ballot[:4].tolist() == blank[:4].tolist()
-    assert (len(ballot), ballot[4:7].tolist()) == (len(blank), [2.0, 3.0, 0.0])

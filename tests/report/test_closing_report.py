@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from self_healing import SelfHealingCallback, SelfHealingTrainer
 from self_healing.report.output import TAG, log_to_tracker
 from self_healing.report.records import RunReport, State
-from self_healing.system.files import hide_from_uploads, is_foreign_report, own_patterns
+from self_healing.system.files import own_patterns
 
 
 def report_in(directory: Path) -> dict[str, Any]:
@@ -34,23 +34,15 @@ def test_a_run_that_ends_leaves_its_report(tmp_path: Path, tokenizer: Any) -> No
     assert "ended, step 6 of 6; 1 incident" in (tmp_path / "agent.md").read_text()
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["callback", "wrapper"])
-def test_a_run_that_an_exception_ends_leaves_its_report(tmp_path: Path, tokenizer: Any, wrapped: bool) -> None:
+def test_a_run_that_an_exception_ends_leaves_its_report(tmp_path: Path, tokenizer: Any) -> None:
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
     RaisingForward(trainer.model, lambda number: number == 5, lambda: ValueError("a mistake"))
     with pytest.raises(ValueError, match="a mistake"):
-        (SelfHealingTrainer(trainer) if wrapped else trainer).train()
+        trainer.train()
     state = report_in(tmp_path)["state"]
     assert (state["name"], state["step"]) == ("stopped", 2)
     assert "a mistake" in state["why"]
     assert "stopped, step 2 of 6" in (tmp_path / "agent.md").read_text()
-
-
-def test_what_comes_of_a_run_that_is_wrapped_is_written_at_its_very_end(tmp_path: Path, tokenizer: Any) -> None:
-    SelfHealingTrainer(sft_trainer(tmp_path, tokenizer)).train()
-    report = report_in(tmp_path)
-    assert report["state"]["name"] == "ended"
-    assert [each["ending"] for each in report["attempts"]] == ["finished"]
 
 
 def test_files_that_are_not_ours_stay(tmp_path: Path, tokenizer: Any) -> None:
@@ -62,14 +54,6 @@ def test_files_that_are_not_ours_stay(tmp_path: Path, tokenizer: Any) -> None:
     # And what is the user's is uploaded.
     assert "report.json" not in own_patterns(tmp_path)
     assert "agent.md" in own_patterns(tmp_path)
-
-
-def test_our_files_are_known_by_what_they_begin_with(tmp_path: Path, tokenizer: Any) -> None:
-    sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], max_steps=1).train()
-    assert not is_foreign_report(tmp_path / "report.json")
-    assert not is_foreign_report(tmp_path / "agent.md")
-    hide_from_uploads(tmp_path)
-    assert {"/report.json", "/agent.md"} <= set((tmp_path / ".gitignore").read_text().splitlines())
 
 
 def test_a_report_that_cannot_be_written_stops_nothing(
@@ -108,16 +92,12 @@ def test_tensorboard_has_the_metrics_and_the_report(
     assert "ended, step 6 of 6; 1 incident" in text
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["callback", "wrapper"])
 def test_terminal_file_and_tracker_give_the_same_verdict_on_a_run_that_learned_nothing(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrapped: bool
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
-    own = {"callbacks": [SelfHealingCallback()]} if not wrapped else {}
-    trainer = adapter_trainer(
-        tmp_path / "run", tokenizer, learning_rate=1.0, max_steps=60, report_to=["tensorboard"], **own
-    )
-    (SelfHealingTrainer(trainer) if wrapped else trainer).train()
+    trainer = adapter_trainer(tmp_path / "run", tokenizer, learning_rate=1.0, max_steps=60, report_to=["tensorboard"])
+    SelfHealingTrainer(trainer).train()
     verdict = report_in(tmp_path / "run")["verdict"]
     assert verdict["name"] == "look first"
     told = f"Look first: {'; '.join(verdict['why'])}. {verdict['learned'].removesuffix('.')}"
@@ -125,32 +105,6 @@ def test_terminal_file_and_tracker_give_the_same_verdict_on_a_run_that_learned_n
     assert told in last
     (report,) = texts_in(tmp_path / "board")
     assert told in report.tensor_proto.string_val[0].decode()
-
-
-def test_tensorboard_has_the_report_of_a_run_that_an_exception_ends(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
-    trainer = sft_trainer(tmp_path / "run", tokenizer, report_to=["tensorboard"])
-    RaisingForward(trainer.model, lambda number: number == 5, lambda: ValueError("a mistake"))
-    with pytest.raises(ValueError, match="a mistake"):
-        SelfHealingTrainer(trainer).train()
-    (report,) = texts_in(tmp_path / "board")
-    assert "stopped, step 2 of 6" in report.tensor_proto.string_val[0].decode()
-
-
-def test_wandb_has_the_report(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
-    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
-        monkeypatch.setenv(name, value)
-    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SelfHealingCallback()], report_to=["wandb"])
-    OutputFault(trainer.model, strike=lambda number: number == 5)
-    try:
-        trainer.train()
-    finally:
-        wandb.finish()
-    (page,) = tmp_path.rglob("files/media/html/self_healing/*.html")
-    assert "ended, step 6 of 6; 1 incident" in page.read_text()
 
 
 class WandbCallback:
@@ -168,8 +122,3 @@ def test_wandb_is_told_through_its_public_interface(tmp_path: Path, monkeypatch:
     run_is_over = SimpleNamespace(run=None, Html=str)
     monkeypatch.setitem(sys.modules, "wandb", run_is_over)  # type: ignore[arg-type]
     assert not log_to_tracker(WandbCallback(), report, 3)
-
-
-def test_a_tracker_that_is_not_known_is_told_nothing(tmp_path: Path) -> None:
-    report = RunReport("run", str(tmp_path), str(tmp_path), 0.0, State("ended"))
-    assert not log_to_tracker(SelfHealingCallback(), report, 3)

@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from self_healing.checkpoints.marker import write_marker
 from self_healing.failures.recipes import FAILURE_RECIPES, FailureType
 from self_healing.journal.step_log import StepLog, StepRow, step_log_of
 from self_healing.report.healing_report import HealingReport
-from self_healing.report.output import LINES, briefing_of, show
+from self_healing.report.output import LINES, briefing_of
 from self_healing.report.reading import read_run
 from self_healing.report.records import SCHEMA, Verdict
 from self_healing.run.record import Attempt, Ending, RunRecord
-from self_healing.run.status import STATUS_FILE, RunState, RunStatus, StatusKeeper, read_status
+from self_healing.run.status import STATUS_FILE, RunState, RunStatus
 from self_healing.system.processes import Process
 
 
@@ -147,15 +146,6 @@ def test_a_run_that_died_names_the_checkpoint_to_go_on_from(made_up: MadeUpDirec
     assert resume.command == "trainer.train(resume_from_checkpoint=True)"
 
 
-def test_steps_that_were_not_written_down_are_not_missing_from_the_weights(made_up: MadeUpDirectory) -> None:
-    made_up.started()
-    made_up.incident(1, 0, ["skip_step"], "unresolved")
-    made_up.event("run_ended", 20, incidents=1)
-    made_up.status(RunState.ENDED, 20)
-    made_up.steps(row(0, skipped=1), row(1))
-    assert verdict_of(made_up).why[-1] == "1 of 20 steps is not in the weights"
-
-
 def test_a_postmortem_says_what_to_do(made_up: MadeUpDirectory) -> None:
     made_up.started()
     made_up.status(RunState.STOPPED, 40, why="ValueError: a mistake")
@@ -169,46 +159,6 @@ def test_a_postmortem_says_what_to_do(made_up: MadeUpDirectory) -> None:
     (made_up.path / "postmortem.json").write_text(json.dumps(content))
     first, second = read_run(made_up.path).next_steps
     assert (first.text, first.why, second.command) == ("Mend it.", "it failed.", "train(1)")
-
-
-def test_the_end_of_a_run_is_told_in_sentences(made_up: MadeUpDirectory) -> None:
-    made_up.started()
-    made_up.status(RunState.STOPPED, 52, why="KeyboardInterrupt")
-    content = {"run": "run", "step": 52, "verdict": "ValueError: my own bug", "what_to_do": "Mend it."}
-    (made_up.path / "postmortem.json").write_text(json.dumps(content))
-    report = HealingReport.from_run_dir(made_up.path)
-    assert report.ending == "The run ended at step 52: ValueError: my own bug. What to do: Mend it."
-
-
-def test_what_is_too_long_ends_in_an_ellipsis(made_up: MadeUpDirectory) -> None:
-    keeper = StatusKeeper(made_up.path)
-    keeper.begin("run", made_up.path / "healing_events.jsonl", 0, 100, marks=False)
-    keeper.end(RunState.STOPPED, 3, "word " * 100)
-    status = read_status(made_up.path)
-    assert status is not None
-    assert len(status.why) <= 300
-    assert status.why.endswith("word ...")
-
-
-def test_where_nothing_marked_how_far_it_came_the_step_log_is_the_last_sign_of_life(made_up: MadeUpDirectory) -> None:
-    made_up.started()
-    host = os.uname().nodename
-    status = RunStatus(
-        "run", "healing_events.jsonl", 100, os.getpid(), host, BEGAN, step=0, since=BEGAN, process_began=1.5
-    )
-    (made_up.path / STATUS_FILE).write_text(json.dumps(asdict(status)))
-    (made_up.path / "healing_progress.bin").touch()
-    made_up.steps(row(0), row(30))
-    report = read_run(made_up.path)
-    assert (report.state.name, report.state.since) == ("died", BEGAN + 30)
-
-
-def test_another_run_that_died_is_told_as_dead(made_up: MadeUpDirectory) -> None:
-    # Another process has its number by now.
-    made_up.started(run="first", pid=os.getpid(), process_began=1.5, host=os.uname().nodename)
-    made_up.started()
-    made_up.status(RunState.ENDED, 100)
-    assert [(each["run"], each["state"]) for each in read_run(made_up.path).other_runs] == [("first", "died")]
 
 
 def test_where_a_new_run_is_asked_for_nothing_says_to_resume(made_up: MadeUpDirectory) -> None:
@@ -234,19 +184,6 @@ def test_a_rate_that_worked_is_for_the_next_run_once_this_one_has_ended(made_up:
     # A resume goes on at that rate by itself.
     made_up.status(RunState.STOPPED, 50)
     assert not [step for step in read_run(made_up.path).next_steps if "learning_rate=" in step.text]
-
-
-def test_advice_against_a_resume_comes_after_one(made_up: MadeUpDirectory) -> None:
-    made_up.started()
-    name = made_up.incident(1, 9, ["skip_step"], "unresolved")
-    made_up.event("diagnosed", 9, incident=name, failure="nonfinite_numerical", cause="numerical")
-    made_up.status(RunState.STOPPED, 50, why="KeyboardInterrupt")
-    made_up.checkpoint(40)
-    told = [step.text for step in read_run(made_up.path).next_steps]
-    assert [text for text in told if "egin a new run" in text] == [
-        text for text in told if text.startswith("If it comes back after that: begin a new run")
-    ]
-    assert any("checkpoint-40" in text for text in told)
 
 
 def test_weights_with_no_step_in_them_are_not_for_use(made_up: MadeUpDirectory) -> None:
@@ -277,51 +214,6 @@ def test_a_run_that_was_interrupted_is_told_once_what_to_resume_from_and_what_it
     assert (step.why, step.command) == ("12 steps are done again.", line)
 
 
-def test_where_a_newer_marker_is_damaged_the_checkpoint_to_resume_from_is_named_by_its_path(
-    made_up: MadeUpDirectory,
-) -> None:
-    made_up.started()
-    made_up.status(RunState.STOPPED, 37)
-    made_up.checkpoint(10)
-    (made_up.checkpoint(20) / "healing.json").write_text("[1")
-    resume = read_run(made_up.path).next_steps[-1]
-    assert "checkpoint-10" in resume.text
-    assert resume.command == f"trainer.train(resume_from_checkpoint={str(made_up.path / 'checkpoint-10')!r})"
-
-
-@pytest.mark.parametrize("source", ["steps", "postmortem", "record"])
-def test_a_run_that_was_interrupted_was_left_at_the_newest_step_that_is_known(
-    made_up: MadeUpDirectory, source: str
-) -> None:
-    made_up.started()
-    made_up.status(RunState.STOPPED, 0, why="KeyboardInterrupt")
-    if source == "steps":
-        made_up.steps(*(row(step) for step in range(12)))
-    elif source == "postmortem":
-        made_up.event("postmortem", 12, verdict="the run was interrupted")
-    else:
-        RunRecord(made_up.path, "run", [Attempt(1, 1, "h", BEGAN, None, 0, 12, Ending.INTERRUPTED)]).write()
-    report = read_run(made_up.path)
-    assert report.state.step == 12
-    assert "train() was left at step 12 of 100" in report.state.told
-
-
-def test_a_run_that_was_interrupted_was_not_left_where_an_earlier_process_was(made_up: MadeUpDirectory) -> None:
-    made_up.started()
-    made_up.event("postmortem", 50, verdict="it failed")
-    made_up.started(40)
-    made_up.status(RunState.STOPPED, 41, why="KeyboardInterrupt")
-    made_up.steps(row(49, time=BEGAN - 10), row(40))
-    assert read_run(made_up.path).state.step == 41
-
-
-def test_the_postmortem_of_another_run_says_nothing(made_up: MadeUpDirectory) -> None:
-    made_up.started()
-    made_up.status(RunState.STOPPED, 40)
-    (made_up.path / "postmortem.json").write_text(json.dumps({"run": "another", "what_to_do": "Mend it."}))
-    assert "Mend it." not in [step.text for step in read_run(made_up.path).next_steps]
-
-
 def test_the_same_advice_is_given_once_with_the_incidents_it_is_about(made_up: MadeUpDirectory) -> None:
     made_up.started()
     names = [made_up.incident(number, 10 * number, ["skip_step"], "unresolved") for number in range(1, 4)]
@@ -340,20 +232,6 @@ def test_the_same_advice_is_given_once_with_the_incidents_it_is_about(made_up: M
     assert first.command == f"self-healing replay {made_up.path} {names[2]}"
     assert first.incidents == names
     assert [step.text for step in others if advice in step.text] == []
-
-
-def test_of_different_advice_the_newest_is_given(made_up: MadeUpDirectory) -> None:
-    made_up.started()
-    for number in range(1, 7):
-        name = made_up.incident(number, number, [], None)
-        made_up.event("diagnosed", number, incident=name, evidence={"remedy": f"Do thing {(number + 1) // 2}."})
-        made_up.event("outcome", number, incident=name, outcome="unresolved")
-    name = made_up.incident(7, 9, [], None)
-    made_up.event("outcome", 9, incident=name, outcome="unresolved")
-    made_up.status(RunState.ENDED, 100)
-    texts = [step.text for step in read_run(made_up.path).next_steps]
-    assert texts[:2] == ["Do thing 2.", "Do thing 3."]
-    assert texts[3] == "Look at the other 2 incidents that were not resolved."
 
 
 def test_a_journal_with_nothing_in_it_is_read(made_up: MadeUpDirectory) -> None:
@@ -406,40 +284,6 @@ def test_an_incident_that_all_ranks_see_is_one(made_up: MadeUpDirectory) -> None
     summary = HealingReport.from_run_dir(made_up.path)
     assert [each["incident"] for each in summary.incidents] == ["run-001", "run-002.rank1", "run-002"]
     assert [each["step"] for each in summary.incidents] == [7, 9, 20]
-
-
-def test_what_only_another_rank_has_healed_is_told_in_the_terminal(
-    made_up: MadeUpDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for rank in (0, 1):
-        made_up.started(rank=rank)
-    made_up.incident(1, 9, ["skip_step"], "resolved", rank=1)
-    show(read_run(made_up.path), HealingReport.from_run_dir(made_up.path), Console())
-    told = capsys.readouterr().out
-    assert "Nothing had to be healed" not in told
-    assert "1 incident, 1 step" in told
-
-
-def test_files_are_found_where_the_directory_was_moved_to(made_up: MadeUpDirectory, tmp_path: Path) -> None:
-    made_up.started()
-    (made_up.path / "hangs").mkdir()
-    stacks = made_up.path / "hangs" / "run-001.txt"
-    stacks.write_text("stack")
-    made_up.event("detected", 7, incident="run-001", symptom="hang", evidence={"stacks": str(stacks)})
-    made_up.path.rename(tmp_path / "moved")
-    (incident,) = read_run(tmp_path / "moved").incidents
-    assert [(file["path"], file["bytes"]) for file in incident.files] == [("hangs/run-001.txt", 5)]
-
-
-@pytest.mark.parametrize("path", ["ex/emergency/checkpoint-19", "/gone/ex/emergency/checkpoint-19"])
-def test_an_emergency_checkpoint_is_named_where_it_is(made_up: MadeUpDirectory, path: str) -> None:
-    made_up.started()
-    made_up.event("detected", 19, incident="run-001", symptom="nonfinite_loss")
-    made_up.event("action", 19, incident="run-001", action="emergency_checkpoint", happened=True, checkpoint=path)
-    assert [file["path"] for file in read_run(made_up.path).incidents[0].files] == []
-    # Among the regular ones, once the run has ended.
-    made_up.checkpoint(19)
-    assert [file["path"] for file in read_run(made_up.path).incidents[0].files] == ["checkpoint-19"]
 
 
 # ---- several runs ----
@@ -499,32 +343,6 @@ def test_the_parts_of_the_wall_time_add_up(made_up: MadeUpDirectory) -> None:
     assert spent.useful + spent.lost_steps + spent.healing + spent.down + spent.other == pytest.approx(spent.wall)
 
 
-def test_a_number_that_is_not_finite_is_not_drawn(made_up: MadeUpDirectory) -> None:
-    made_up.started()
-    made_up.steps(row(0, loss=float("nan"), grad_norm=float("inf")), row(1))
-    kept = read_run(made_up.path).series["kept"]
-    assert (kept["loss"], kept["grad_norm"], kept["memory"]) == ([None, 3.0], [None, None], [None, None])
-
-
-def test_what_the_trainer_logged_is_read_from_the_newest_checkpoint(made_up: MadeUpDirectory) -> None:
-    made_up.started()
-    history = [{"step": 10, "loss": 2.5, "learning_rate": 0.1}, {"step": 10, "eval_loss": 2.6}]
-    path = made_up.checkpoint(10)
-    (path / "trainer_state.json").write_text(json.dumps({"global_step": 10, "log_history": history}))
-    series = read_run(made_up.path).series
-    assert (series["source"], series["kept"]["loss"]) == ("none", [])
-    assert series["logged"]["eval_loss"] == {"step": [10], "value": [2.6]}
-
-
-def test_all_steps_of_a_long_run_are_in_a_small_report(made_up: MadeUpDirectory) -> None:
-    made_up.started()
-    made_up.status(RunState.ENDED, 100_000)
-    made_up.steps(*(row(step) for step in range(100_000)))
-    report = read_run(made_up.path)
-    assert sum(report.series["kept"]["steps"]) == 100_000
-    assert len(json.dumps(report.to_dict())) < 5_000_000
-
-
 # ---- processes and budgets ----
 
 
@@ -547,23 +365,6 @@ def test_the_processes_of_a_run_are_those_of_its_record(made_up: MadeUpDirectory
     left = {each.setting: (each.used, each.limit) for each in report.budgets}
     assert left["max_recovery_attempts"] == (2, 6)
     assert left["max_lr_reductions"] == (1, 4)
-
-
-def test_the_budget_is_full_again_far_beyond_the_last_failure(made_up: MadeUpDirectory) -> None:
-    made_up.started()
-    made_up.incident(1, 10, ["roll_back"], "resolved")
-    made_up.status(RunState.ENDED, 59)
-    assert {each.setting: each.used for each in read_run(made_up.path).budgets}["max_recovery_attempts"] == 1
-    made_up.status(RunState.ENDED, 60)
-    assert {each.setting: each.used for each in read_run(made_up.path).budgets}["max_recovery_attempts"] == 0
-
-
-def test_steps_left_out_count_while_they_are_in_the_window(made_up: MadeUpDirectory) -> None:
-    made_up.started()
-    for number, step in enumerate((1, 50, 90), start=1):
-        made_up.incident(number, step, ["skip_step"], "resolved")
-    made_up.status(RunState.ENDED, 120)
-    assert {each.setting: each.used for each in read_run(made_up.path).budgets}["max_skipped_fraction"] == 2
 
 
 # ---- what is made of it ----

@@ -119,9 +119,3 @@ def test_in_a_narrow_terminal_no_word_of_the_table_is_broken() -> None:
     for word in ("ConnectionError", "nonfinite", "gradient", "checkpoint", "reexecuted", "resolved"):
         assert word in text
     assert [each for each in ("2 steps lost", "1,000 repeated", "3.2 s") if each not in text] == []
-
-
-def test_what_cost_nothing_has_a_dash() -> None:
-    stream = io.StringIO()
-    Console(file=stream, width=80).print(HealingReport.from_incidents([Incident("run-001", 3, "plateau")]))
-    assert stream.getvalue().splitlines()[-1].split()[-2:] == ["-", "open"]
