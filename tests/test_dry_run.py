@@ -41,8 +41,8 @@ def test_training_after_a_dry_run_is_training_without_one(tmp_path: Path, tokeni
     assert len(report.losses) == 2
     assert report.finite
     assert report.seconds_per_step > 0
-    assert report.records is not None
-    assert {finding.kind for finding in report.records.findings} <= {"duplicates"}
+    assert report.data is not None
+    assert {finding.kind for finding in report.data.findings} <= {"duplicates"}
     assert report.model is not None
     assert report.model.clean
     assert_same_weights(weights(trainer), weights(plain))
@@ -186,7 +186,7 @@ def test_a_stream_is_looked_at_and_then_trained_on_from_its_beginning(tmp_path: 
     plain.train()
     healed = streaming_trainer("healed")
     report = SelfHealingTrainer(healed).dry_run(2)
-    assert report.records is not None
-    assert report.records.looked_at == len(TEXTS)
+    assert report.data is not None
+    assert report.data.looked_at == len(TEXTS)
     healed.train()
     assert_same_weights(weights(healed), weights(plain))

@@ -183,6 +183,7 @@ def test_true_without_any_is_an_error_that_says_what_to_do(tmp_path: Path, token
 def test_true_begins_anew_where_a_run_has_never_finished_a_checkpoint(
     run: Path, tokenizer: Any, anew: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
+    later(run, tokenizer).train()
     for folder in ("checkpoint-4", "checkpoint-6", "last-known-good"):
         shutil.rmtree(run / folder, ignore_errors=True)
     damage(run / "checkpoint-2", "no state")

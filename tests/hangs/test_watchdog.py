@@ -288,6 +288,19 @@ def test_an_interrupt_that_comes_late_does_not_strike_what_moves_again(tmp_path:
     assert outcomes(tmp_path) == ["self_recovered"]
 
 
+def test_another_program_is_not_asked_where_it_is_whatever_it_does_with_the_signal(tmp_path: Path) -> None:
+    with Desk(tmp_path) as desk:
+        waker = desk.watchdog._waker
+        assert waker is not None
+        code = f"import signal; signal.signal({waker.worker_signal}, lambda *_: 1 / 0); print(flush=True); input()"
+        with subprocess.Popen([sys.executable, "-S", "-c", code], stdin=-1, stdout=-1, stderr=-1) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert waker.stacks_of_workers() == {}
+            _, complaint = process.communicate(b"\n")
+    assert (process.returncode, complaint) == (0, b"")
+
+
 def test_cleaning_up_that_hangs_as_well_is_interrupted_again(tmp_path: Path) -> None:
     def wait_and_wait_again() -> None:
         try:

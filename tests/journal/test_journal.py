@@ -79,6 +79,7 @@ Path(sys.argv[1], "read_back.json").write_text(json.dumps({"logs": logs, "alerts
 """
 
 
+@pytest.mark.slow
 def test_trackio_shows_the_metrics_the_alert_and_the_report(tmp_path: Path) -> None:
     # In a process of its own: trackio takes its directory from the environment when it is imported.
     environment = {

@@ -376,7 +376,7 @@ def test_a_reward_that_is_a_module_stays_one_and_is_called_again(tmp_path: Path,
 # ---- rewards that are not finite ----
 
 
-def not_finite(form: str, calls: Callable[[int], bool], places: Sequence[int] = (0,), value: float = torch.nan) -> Any:
+def not_finite(calls: Callable[[int], bool], places: Sequence[int] = (0,), value: float = torch.nan) -> Any:
     """A reward that is not finite for some completions, in those of its calls (from 1) for which `calls` says so."""
     asked: list[int] = []
 
@@ -387,17 +387,13 @@ def not_finite(form: str, calls: Callable[[int], bool], places: Sequence[int] = 
             rewards = [value if place in places else reward for place, reward in enumerate(rewards)]
         return rewards
 
-    async def async_reward(completions: list[str], **kwargs: Any) -> Any:
-        return reward(completions, **kwargs)
-
-    return async_reward if form == "coroutine" else reward
+    return reward
 
 
-@pytest.mark.parametrize("form", ["function", "coroutine"])
-def test_a_reward_that_is_nan_once_leaves_no_trace(form: str, tmp_path: Path, tokenizer: Any) -> None:
-    clean = grpo_trainer(tmp_path / "clean", tokenizer, reward_funcs=not_finite(form, lambda _: False), max_steps=2)
+def test_a_reward_that_is_nan_once_leaves_no_trace(tmp_path: Path, tokenizer: Any) -> None:
+    clean = grpo_trainer(tmp_path / "clean", tokenizer, reward_funcs=not_finite(lambda _: False), max_steps=2)
     clean.train()
-    reward = not_finite(form, lambda call: call == 2)
+    reward = not_finite(lambda call: call == 2)
     trainer = grpo_trainer(tmp_path / "run", tokenizer, reward_funcs=reward, max_steps=2)
     assert len(trained(trainer)) == 1
     assert_same_weights(weights(trainer), weights(clean))
@@ -408,7 +404,7 @@ def test_a_reward_that_is_nan_once_leaves_no_trace(form: str, tmp_path: Path, to
 
 def test_a_reward_that_stays_not_finite_for_a_completion_is_one_incident(tmp_path: Path, tokenizer: Any) -> None:
     calls: list[int] = []
-    reward = not_finite("function", lambda call: calls.append(call) is None, value=torch.inf)
+    reward = not_finite(lambda call: calls.append(call) is None, value=torch.inf)
     trainer = grpo_trainer(tmp_path, tokenizer, reward_funcs=reward, max_steps=3)
     waits = trained(trainer, HealingConfig(retry_attempts=3))
     # Known to be lasting, it is asked for twice, and not waited for.
@@ -422,7 +418,7 @@ def test_a_reward_that_stays_not_finite_for_a_completion_is_one_incident(tmp_pat
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["wrapper", "callback"])
 def test_without_a_single_reward_the_run_stops(wrapped: bool, tmp_path: Path, tokenizer: Any) -> None:
-    reward = not_finite("function", lambda call: call > 1, places=range(8))
+    reward = not_finite(lambda call: call > 1, places=range(8))
     config = HealingConfig(retry_attempts=2, retry_initial_seconds=0.01)
     callbacks = None if wrapped else [SelfHealingCallback(config)]
     trainer = grpo_trainer(tmp_path, tokenizer, reward_funcs=reward, callbacks=callbacks)
