@@ -61,16 +61,6 @@ def test_a_sitecustomize_of_the_program_runs_as_well(tmp_path: Path) -> None:
 # ---- the module that is awaited ----
 
 
-@pytest.fixture
-def awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ModuleType]:
-    """A module `awaited_module`, and what the finder was told of it."""
-    seen: list[ModuleType] = []
-    monkeypatch.syspath_prepend(module(tmp_path / "modules", "awaited_module", "value = 1"))
-    monkeypatch.setattr(sys, "meta_path", [hook.Awaiting("awaited_module", seen.append), *sys.meta_path])
-    monkeypatch.delitem(sys.modules, "awaited_module", raising=False)
-    return seen
-
-
 def test_a_failure_of_ours_does_not_fail_the_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

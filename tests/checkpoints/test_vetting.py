@@ -83,17 +83,6 @@ def written(name: str, content: str | bytes) -> Damage:
     return lambda checkpoint: (checkpoint / name).write_bytes(raw) and None
 
 
-def flipped(name: str) -> Damage:
-    """One byte in the middle is another one, as after a disk error."""
-
-    def damage(checkpoint: Path) -> None:
-        raw = bytearray((checkpoint / name).read_bytes())
-        raw[len(raw) // 2] ^= 0xFF
-        (checkpoint / name).write_bytes(raw)
-
-    return damage
-
-
 def weight(value: float, index: int = 7) -> Damage:
     """One number of one weight, in a file of the same size."""
 

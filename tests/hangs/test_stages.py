@@ -15,7 +15,7 @@ import torch
 
 from self_healing import Action, FailureType, HealingConfig, Incident
 from self_healing.healers.hangs import watchdog
-from self_healing.healers.hangs.watchdog import TrainingHang, Watchdog
+from self_healing.healers.hangs.watchdog import Watchdog
 from self_healing.hf.sections import Heartbeat
 from self_healing.journal.journal import Journal
 from self_healing.ranks.messages import Failure, Position
@@ -27,45 +27,22 @@ class Left(BaseException):
 
 
 class MadeUpSignal:
-    """The signal to the training thread, without a handler, and the answers of data loader workers."""
+    """The signal to the training thread, without a handler and without data loader workers."""
 
     signal = signal.SIGUSR2
 
-    def __init__(self) -> None:
-        self.workers: dict[int, str] = {}
-        self.given_back = 0
-
     def stacks_of_workers(self) -> dict[int, str]:
-        return self.workers
+        return {}
 
     def give_back(self) -> None:
-        self.given_back += 1
+        pass
 
 
 class Watched:
-    """
-    A run of two seconds a step, at step 7, that the watchdog looks at once a second.
+    """A run of two seconds a step, at step 7, that the watchdog looks at once a second; nothing is interrupted."""
 
-    Args:
-        directory (`Path`):
-            Where it is written down.
-        recovers (`bool`, *optional*, defaults to `False`):
-            Whether the training thread can be interrupted.
-        settings:
-            Of the configuration.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        recovers: bool = False,
-        counts_attempts: bool = False,
-        still_training: bool = True,
-        at_the_end: bool = False,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, directory: Path, counts_attempts: bool = False, **settings: Any) -> None:
         self.now = 0.0
-        self.over = 0
         config = HealingConfig(
             **{"hang_floor_seconds": 10.0, "hang_factor": 1.0, "hang_grace_seconds": 4.0, **settings}
         )
@@ -77,18 +54,17 @@ class Watched:
             config,
             self.heartbeat,
             Journal(directory, config, "run", notify=self.told.append),
-            may_recover=lambda: recovers,
+            may_recover=lambda: False,
             before_exit=self.before_exit.append,
             step=lambda: 7,
-            still_training=lambda frame: still_training,
-            at_the_end=lambda: at_the_end,
-            over=self._is_over,
+            still_training=lambda frame: True,
+            at_the_end=lambda: False,
+            over=lambda: None,
             counts_attempts=lambda: counts_attempts,
         )
         self.watchdog._journal.alert = lambda *alert: self.alerts.append(alert)  # type: ignore[method-assign]
         self.watchdog._training_thread = threading.get_ident()
-        self.signal = MadeUpSignal()
-        self.watchdog._waker = self.signal  # type: ignore[assignment]
+        self.watchdog._waker = MadeUpSignal()  # type: ignore[assignment]
         self.stopping = threading.Event()
         self.heartbeat.stood_still = self.watchdog._stood_still
         for section, seconds in self.watchdog._exits.read(config).items():
@@ -105,15 +81,6 @@ class Watched:
     def hang(self, seconds: float) -> None:
         self.heartbeat.enter("step")
         self.wait(seconds)
-
-    def interrupted(self) -> str:
-        """Runs the handler of the signal, and leaves the step that hangs; gives the message."""
-        with pytest.raises(TrainingHang) as raised:
-            self.watchdog.interrupt(None)
-        return str(raised.value)
-
-    def _is_over(self) -> None:
-        self.over += 1
 
     @property
     def incidents(self) -> list[Incident]:

@@ -91,67 +91,25 @@ class Once:
 # ---- what is known of a part of a step ----
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
+def test_a_part_may_take_a_multiple_of_the_longest_time_seen_and_what_waits_on_purpose_does_not_count() -> None:
+    seconds = [100.0]
+    heartbeat = Heartbeat(3, lambda: seconds[0])
 
-    def __call__(self) -> float:
-        return self.now
+    def spend(*each: float) -> float | None:
+        for more in each:
+            with heartbeat.section("step"):
+                seconds[0] += more
+        return heartbeat.limit(heartbeat.sections["step"], factor=10.0, floor=60.0)
 
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-def spend(heartbeat: Heartbeat, clock: Clock, name: str, *seconds: float) -> None:
-    for each in seconds:
-        heartbeat.enter(name)
-        clock.now += each
-        heartbeat.leave()
-
-
-def limit(heartbeat: Heartbeat, name: str) -> float | None:
-    return heartbeat.limit(heartbeat.sections[name], factor=10.0, floor=60.0)
-
-
-def test_the_first_times_of_a_part_have_no_limit_but_half_an_hour_to_be_told_of(clock: Clock) -> None:
-    heartbeat = Heartbeat(3, clock)
-    spend(heartbeat, clock, "step", 1.0, 1.0)
-    assert limit(heartbeat, "step") is None
+    # At first there is none, but half an hour to be told of.
+    assert spend(1.0, 1.0) is None
     assert heartbeat.limit_at_first(heartbeat.sections["step"], 60.0) == 1800.0
-    spend(heartbeat, clock, "step", 1.0)
-    assert limit(heartbeat, "step") == 60.0
-
-
-def test_the_limit_is_a_multiple_of_the_longest_time_seen(clock: Clock) -> None:
-    heartbeat = Heartbeat(3, clock)
-    spend(heartbeat, clock, "step", 1.0, 1.0, 1.0, 9.0, 2.0)
-    assert limit(heartbeat, "step") == 90.0
-
-
-def test_a_wait_on_purpose_is_neither_a_hang_nor_learned_from(clock: Clock) -> None:
-    heartbeat = Heartbeat(1, clock)
-    spend(heartbeat, clock, "step", 1.0)
-    heartbeat.enter("step")
-    with heartbeat.paused():
+    assert spend(1.0) == 60.0
+    with heartbeat.section("step"), heartbeat.paused():
         assert heartbeat.waits_on_purpose
-        clock.now += 1000
-    heartbeat.leave()
+        seconds[0] += 1000
     assert not heartbeat.waits_on_purpose
-    assert limit(heartbeat, "step") == 60.0
-
-
-@pytest.mark.parametrize("name", ["optimizer", "save", "judge"])
-def test_what_must_not_be_left_half_done_is_never_interrupted(name: str) -> None:
-    heartbeat = Heartbeat()
-    assert heartbeat.may_be_interrupted
-    heartbeat.enter(name)
-    heartbeat.enter("step")
-    assert not heartbeat.may_be_interrupted
-    heartbeat.leave()
-    heartbeat.leave()
-    assert heartbeat.may_be_interrupted
+    assert spend(9.0, 2.0) == 90.0
 
 
 # ---- waking the training thread ----
@@ -170,7 +128,6 @@ class Desk:
     ) -> None:
         config = HealingConfig(**{"hang_floor_seconds": 0.3, "hang_grace_seconds": 0.5, **settings})
         self.over = 0
-        self.directory = directory
         self.heartbeat = Heartbeat(1)
         self.journal = Journal(directory, config, "run")
         self.watchdog = Watchdog(

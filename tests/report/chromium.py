@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -26,7 +25,6 @@ class Tab:
         self._commands, self._answers, self._read, self._number = commands, answers, b"", 0
         self._session: str | None = None
         self._loaded = False
-        self._script = True
         self.logged: list[str] = []
         self.requested: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -71,12 +69,10 @@ class Tab:
                 self.requested.append(about["request"]["url"])
         return message
 
-    def show(self, page: Path, width: int = 1200, height: int = 900, dark: bool = False, script: bool = True) -> None:
+    def show(self, page: Path, width: int = 1200, height: int = 900, dark: bool = False) -> None:
         """Loads a page, in a window of this size and a colour scheme."""
         self.logged.clear()
         self.requested.clear()
-        self._script = script
-        self.call("Emulation.setScriptExecutionDisabled", value=not script)
         self.scheme(dark)
         self.resize(width, height)
         self._loaded = False
@@ -96,9 +92,6 @@ class Tab:
 
     def frames(self) -> None:
         """Waits until what was changed has been drawn."""
-        if not self._script:
-            # No promise is kept there.
-            return
         self.ask("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
 
     def ask(self, expression: str) -> Any:
@@ -126,11 +119,6 @@ class Tab:
             typed = {"text": text} if text and kind == "keyDown" else {}
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **typed)
         self.frames()
-
-    def picture(self, path: Path, whole: bool = False) -> None:
-        """Saves what is seen, or all of the page, as a PNG."""
-        taken = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(taken["data"]))
 
 
 @contextmanager
