@@ -300,10 +300,9 @@ def test_a_poison_sample_stays_one(tmp_path: Path, tokenizer: Any) -> None:
 
 
 def test_a_bad_sample_raises_whenever_it_is_loaded(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="sample 9 cannot be decoded"):
-        unprotected(tmp_path, tokenizer, "bad_sample:index=9", plain_trainer, max_steps=40)
-    with pytest.raises(ValueError, match="sample 9 cannot be decoded"):
-        unprotected(tmp_path, tokenizer, "bad_sample:index=9", plain_trainer, max_steps=40)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="sample 9 cannot be decoded"):
+            unprotected(tmp_path, tokenizer, "bad_sample:index=9", plain_trainer, max_steps=40)
     assert len(strikes(tmp_path)) == 1
 
 
@@ -357,11 +356,10 @@ def test_a_slow_step_takes_longer_and_does_nothing_else(tmp_path: Path, tokenize
 # ---- what is survived ----
 
 
-@pytest.mark.parametrize("maker", [sft_trainer, grpo_trainer], ids=["sft", "grpo"])
-def test_faults_inside_of_a_step_are_survived(maker: Any, tmp_path: Path, tokenizer: Any) -> None:
+def test_faults_inside_of_a_step_are_survived(tmp_path: Path, tokenizer: Any) -> None:
     faults = "nan_loss@2,nan_gradient@4,inf_gradient@6,network_error@7,oom@8,poison_samples@9"
     config = HealingConfig(retry_initial_seconds=0.01)
-    trainer, rows = rehearsed(tmp_path, tokenizer, faults, maker, config=config, max_steps=12)
+    trainer, rows = rehearsed(tmp_path, tokenizer, faults, grpo_trainer, config=config, max_steps=12)
     assert trainer.state.global_step == 12
     assert len(rows) == 6
     assert all(row.effect and row.incident and row.survived for row in rows), rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import queue
@@ -31,6 +32,7 @@ from conftest import (
 from transformers import TrainerCallback
 
 from self_healing import FailureType, HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing.healers.hangs import watchdog
 from self_healing.healers.hangs.watchdog import TrainingHang, Watchdog
 from self_healing.hf.sections import Heartbeat
 from self_healing.journal.incident import Incident
@@ -312,7 +314,7 @@ def test_stacks_that_cannot_be_written_do_not_stop_the_recovery(tmp_path: Path) 
 
 
 def test_a_disk_that_hangs_as_well_does_not_stop_the_recovery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("self_healing.healers.hangs.watchdog._BOUND", 0.5)
+    monkeypatch.setattr(watchdog, "_bounded", functools.partial(watchdog.within, 0.5))
     began = time.monotonic()
     with Desk(tmp_path) as desk:
         desk.journal.open = lambda *_, **__: time.sleep(30)  # type: ignore[assignment,method-assign,func-returns-value]
