@@ -18,8 +18,8 @@ from .config.schema import ConfigurationError
 from .failures.recipes import Action, HealingFailed, TrainingFault, UnrecoverableTrainingError
 from .healers.assembly import Run, assemble
 from .healers.numerics.detectors.rules import MetricRule, load_rules
-from .healers.restarts.healing_off import ending_the_job, is_off
-from .healers.restarts.start import tell_of_unfinished
+from .healers.restarts.ending import ending_the_job
+from .healers.restarts.start import is_off, tell_of_unfinished
 from .healers.train_begin_end import (
     Entry,
     begin_run,
@@ -35,7 +35,6 @@ from .hf.patching import find_resume_path, find_trainer, is_training
 from .hf.saving import leave_out_of_uploads
 from .journal.incident import Incident
 from .journal.terminal import speaking_of
-from .ranks import votes
 from .ranks.votes import meet
 from .run.healer import HealingContext
 from .system import processes
@@ -318,23 +317,6 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 run.context.attachment.healers.read_logs(int(state.global_step), logs)
 
     # ---- checkpoints and callbacks ----
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        run = self.run
-        if run is None or run.instrument is None or run.broken:
-            return
-        # The others may still be writing their parts (rng_state_N.pth) of what is about to be called complete.
-        votes.wait_for_all_ranks("all have written their part of the checkpoint", args.device)
-        if not args.should_save:
-            return
-        checkpoint = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
-        try:
-            if checkpoint.is_dir():
-                run.checkpoint_saved(run.instrument, checkpoint, int(state.global_step))
-        except Exception as error:
-            if run.instrument.failsafe.tells_of_lost_device(error):
-                raise
-            logger.warning("%s could not be marked as complete.", checkpoint, exc_info=True)
 
     def _hide_own_files(self, args: TrainingArguments) -> None:
         """From whatever uploads the folder, not only the trainer."""

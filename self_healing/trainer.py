@@ -35,9 +35,22 @@ from .healers.dry_run import DryRunReport, dry_run
 from .healers.oom.healer import MemoryOutsideOfModel
 from .healers.restarts.attempts import go_on_from_disk, take_up
 from .healers.restarts.emergency import publish, save_emergency_checkpoint
-from .healers.restarts.ending import leave_lost_device, leave_snapshots, let_snapshots_outlive, write_down_lost_device
-from .healers.restarts.healing_off import ending_the_job, is_off, resumed_without_healing
-from .healers.restarts.start import Start, find_start, note_memory_start, note_start, refusal_of_another_job
+from .healers.restarts.ending import (
+    ending_the_job,
+    leave_lost_device,
+    leave_snapshots,
+    let_snapshots_outlive,
+    write_down_lost_device,
+)
+from .healers.restarts.start import (
+    Start,
+    find_start,
+    is_off,
+    note_memory_start,
+    note_start,
+    refusal_of_another_job,
+    resumed_without_healing,
+)
 from .healers.services import Reporting
 from .healers.train_begin_end import tell_end
 from .hf.dataloader import end_workers_that_failed, loading_twice_at_most, skipping_any_loader
@@ -635,7 +648,6 @@ class Recovery:
                 point = save_emergency_checkpoint(
                     run.instrument,
                     run.context.run_id,
-                    about_to_write=run.attempts.about_to_write,
                     later=run.context.checksums,
                 )
                 path = None if point is None else publish(point.path, self._output_dir)

@@ -60,7 +60,7 @@ def test_a_process_that_is_ended_from_the_inside_leaves_its_last_steps(
                 if ends == "with another rank":
                     healing.run.ending.end_process(str(failure), failure, 75)
                 else:
-                    healing.run.departure._end_at_the_deadline("SIGTERM")
+                    healing.run.departure.end_at_the_deadline("SIGTERM")
                 rows.extend(steps_of(tmp_path))
 
     sft_trainer(tmp_path, tokenizer, callbacks=[healing, Ended()]).train()

@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from transformers import TrainingArguments
@@ -176,13 +176,9 @@ def newest_verdict_of(
     output_dir: str,
     passed_over: list[Verdict],
     verified: bool = False,
-    wrote: Callable[[Path], bool] = lambda _: False,
     readers: Readers = ON_ONE_DISK,
 ) -> Verdict | None:
-    """
-    Finds the same as [`newest_checkpoint_of`], with the verdicts on it and on those that are newer; `wrote` tells
-    whether a checkpoint without a marker is of this run all the same.
-    """
+    """Finds the same as [`newest_checkpoint_of`], with the verdicts on it and on those that are newer."""
 
     def verdicts() -> Iterator[Verdict]:
         for checkpoint in checkpoints_in(output_dir):
@@ -194,7 +190,7 @@ def newest_verdict_of(
                 reason = f"its marker {MARKER_FILE} cannot be believed ({damage}), so whose it is is not known"
                 passed_over.append(Verdict(str(checkpoint), number_of(checkpoint), False, reason, "unmarked"))
             else:
-                wanted = not verified and wrote(checkpoint)
+                wanted = False
             if wanted:
                 yield vet(checkpoint, readers)
 

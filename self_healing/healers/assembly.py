@@ -86,7 +86,6 @@ class Run:
         if instrument is None:
             return
         checkpoint = Path(instrument.trainer.args.output_dir) / f"checkpoint-{step}"
-        self.attempts.about_to_write(checkpoint, bookkeeping_now(instrument))
         # Written once more with the marker: there the disk may have room that rotation has made.
         with contextlib.suppress(OSError, RuntimeError):
             save_generated(instrument.trainer, checkpoint)

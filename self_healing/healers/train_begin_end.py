@@ -43,9 +43,8 @@ from .numerics.judge import StepJudge
 from .numerics.state import NumericsState
 from .oom.healer import MemoryHealer
 from .restarts.attempts import continue_bookkeeping
-from .restarts.emergency import owe_evaluation
-from .restarts.ending import write_down_lost_device
-from .restarts.healing_off import switch_off_next_time
+from .restarts.emergency import leave_evaluation
+from .restarts.ending import switch_off_next_time, write_down_lost_device
 from .services import Reporting, ServiceCalls
 from .step_recorder import StepRecorder
 
@@ -372,7 +371,7 @@ def end_run(run: Run, instrument: Instrument, step: int) -> None:
         run.attempts.status.end(RunState.ENDED, step)
     _tell_what_to_know(run.numerics, step)
     if leaves and instrument.leaving.owes_evaluation and args.should_save:
-        owe_evaluation(Path(args.output_dir or ".") / f"checkpoint-{step}")
+        leave_evaluation(Path(args.output_dir or ".") / f"checkpoint-{step}")
     instrument.detach()
     run.rollback.release()
     if not leaves:
@@ -617,6 +616,23 @@ class RunEvents(Healer):
 
     def before_save(self, step: int) -> None:
         self._run.about_to_save(step)
+
+    def after_save(self, step: int) -> None:
+        run, instrument = self._run, self._run.instrument
+        if instrument is None:
+            return
+        args = instrument.trainer.args
+        # The others may still be writing their parts (rng_state_N.pth) of what is about to be called complete.
+        votes.wait_for_all_ranks("all have written their part of the checkpoint", args.device)
+        checkpoint = Path(args.output_dir or ".") / f"checkpoint-{step}"
+        if not args.should_save or not checkpoint.is_dir():
+            return
+        try:
+            run.checkpoint_saved(instrument, checkpoint, step)
+        except Exception as error:
+            if instrument.failsafe.tells_of_lost_device(error):
+                raise
+            logger.warning("%s could not be marked as complete.", checkpoint, exc_info=True)
 
     def device_lost(self, error: BaseException) -> None:
         # First, so that the postmortem has the ranks in it.

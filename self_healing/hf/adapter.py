@@ -129,7 +129,7 @@ class Instrument:
         self.replace(trainer, "log", self._in_section("log", self._log))
         self.replace(trainer, "_evaluate", self._in_section("evaluate", self._evaluate))
         self.replace(trainer, "prediction_step", self._in_section("prediction", self._prediction_step))
-        self.replace(trainer, "_maybe_log_save_evaluate", self.saves.maybe_log_save_evaluate)
+        self.replace(trainer, "_maybe_log_save_evaluate", self._log_evaluate_save)
         self.replace(trainer, "_save_checkpoint", self._in_section("save", self.saves.save_checkpoint))
         self.replace(trainer, "_load_rng_state", self.reentry.load_random_state)
         self.replace(trainer, "_get_learning_rate", self.optimizer_step.learning_rate)
@@ -500,14 +500,18 @@ class Instrument:
             if not self.retry.handled_in_evaluation(ran_out):
                 raise ran_out.error
 
+    def _log_evaluate_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        with self.failsafe.contained():
+            self.reentry.events_begin()
+        self.saves.maybe_log_save_evaluate(original, *args, **kwargs)
+        self.reentry.events_end()
+
     def _evaluate(self, original: Callable[..., Any], trial: Any, ignore_keys: Any, *args: Any, **kwargs: Any) -> Any:
         if self.objective.online and self.leaves_out_nonfinite:
             # Rows are generated for an evaluation as well, and it has no loss that could be left out.
             with self.failsafe.contained(), self.failsafe.together():
                 self._hooks.vouch_for_state()
-        self.reentry.evaluation_begins(ignore_keys)
         metrics = original(trial, ignore_keys, *args, **kwargs)
-        self.reentry.evaluation_ends()
         if self.best_model is not None:
             with self.failsafe.contained():
                 self.best_model.note_evaluation(metrics)

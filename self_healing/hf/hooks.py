@@ -99,6 +99,9 @@ class Hooks:
     def before_save(self, step: int) -> None:
         """Called after that, with the step, if the checkpoint is written: none is owed from here on."""
 
+    def after_save(self, step: int) -> None:
+        """Called when the Trainer has written a checkpoint with all its parts, before its callbacks are told."""
+
     # ---- the run cannot go on as it was ----
 
     def left_by(self, error: BaseException) -> None:

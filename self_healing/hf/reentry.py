@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import EarlyStoppingCallback
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
@@ -17,9 +19,9 @@ from ..system.random_state import RandomState
 from .dataloader import DataPosition
 from .memory import free_memory
 from .sections import Phase
-from .state import discard_gradients
+from .state import discard_gradients, innermost
 from .step import Window
-from .trainer_state import METRIC_STORES, Bookkeeper, Bookkeeping, Leave, Pending, ResumePoint
+from .trainer_state import Bookkeeper, Bookkeeping, Pending, ResumePoint
 from .view import TrainerView
 
 
@@ -44,17 +46,18 @@ class Reentry:
         self._window: Window | None = None
         self._epoch_rng: RandomState | None = None
         self._after_fetch_rng: RandomState | None = None
-        self._step_end_rng: RandomState | None = None
-        # After what was owed to the step that is resumed from, where the checkpoint has that of before.
-        self._paid_rng: RandomState | None = None
+        # After what was done again for the step of the checkpoint that is resumed from.
+        self._rng_after_pending: RandomState | None = None
+        # Puts all that is counted back to before the events of the step that was finished last.
+        self._undo_events: Callable[[], Bookkeeping] | None = None
+        self._events_done = False
+        self._epoch_events_done = False
         self._epoch_began = False
         self._epoch_ended = False
         self._step_ended = False
         self._epoch_end_begun = False
-        self._evaluating = False
-        self._ignore_keys: Any = None
         self._finalizing = False
-        self._left: Leave | None = None
+        self._rng_of_left_epoch: RandomState | None = None
         self._continues = False
         self._epoch_end_done = False
         self._schedule_before: Any = None
@@ -65,10 +68,10 @@ class Reentry:
 
     def epoch_begins(self) -> None:
         """Called in `on_epoch_begin`: the random state of an epoch that is entered again has to be there by now."""
-        left, self._left = self._left, None
-        if left is not None and left.epoch_rng is not None and self._position.micro_batches > 0:
+        rng, self._rng_of_left_epoch = self._rng_of_left_epoch, None
+        if rng is not None and self._position.micro_batches > 0:
             # The Trainer loads that of mid-epoch later; samplers that draw from the global generators need this first.
-            left.epoch_rng.restore()
+            rng.restore()
         # Where the run ends before the first step of an epoch, the end of the epoch before was delivered already.
         self._epoch_end_done = self._epoch_end_done or (self._stop and self._position.micro_batches == 0)
         self._epoch_rng = self._ledger.random_state()
@@ -81,8 +84,9 @@ class Reentry:
         self.finished = self._ledger.capture()
         self._finished_step = int(self._trainer.state.global_step)
         self._window = None
-        self._after_fetch_rng = self._step_end_rng = None
+        self._after_fetch_rng = self._undo_events = None
         self._epoch_began = self._epoch_ended = self._step_ended = self._epoch_end_begun = False
+        self._events_done = self._epoch_events_done = False
 
     def fetched(self, window: Window | None) -> None:
         """Called once they are fetched; a resume in mid-epoch loads its random state at this point."""
@@ -104,7 +108,6 @@ class Reentry:
     def step_ends(self) -> None:
         """Called in `on_step_end`: all of a step is done but what follows from it (logging, evaluating, saving)."""
         self._count_data()
-        self._note_random_state()
 
     def epoch_ends(self) -> None:
         """Called in `on_epoch_end`, as [`step_ends`] for a step."""
@@ -113,19 +116,48 @@ class Reentry:
             # A run that was left at its very end: what follows from the epoch's end is done already.
             control = self._trainer.control
             control.should_log = control.should_evaluate = control.should_save = False
-        self._note_random_state()
 
     def epoch_end_begins(self) -> None:
         """Called when the Trainer is about to tell its callbacks that the epoch is over."""
         self._epoch_end_begun = True
 
-    def evaluation_begins(self, ignore_keys: Any) -> None:
-        """Called before an evaluation, which is owed until all is done with its result ([`evaluation_ends`])."""
-        self._evaluating, self._ignore_keys = True, ignore_keys
+    def events_begin(self) -> None:
+        """Called before the Trainer logs, evaluates and saves: an exception in there has all of it done again."""
+        control = self._trainer.control
+        follows = control.should_log or control.should_evaluate or control.should_save
+        if follows and self._undo_events is None and self.phase is Phase.STEPPED:
+            self._undo_events = self._mark_events()
 
-    def evaluation_ends(self) -> None:
-        """Called when the evaluation is finished in every respect."""
-        self._evaluating = False
+    def events_end(self) -> None:
+        """Called when all of that is done."""
+        if self._epoch_end_begun:
+            self._epoch_events_done = True
+        else:
+            self._events_done = True
+
+    def _mark_events(self) -> Callable[[], Bookkeeping]:
+        trainer, state, ledger = self._trainer, self._trainer.state, self._ledger
+        bookkeeping = ledger.capture()
+        best = state.best_metric, state.best_global_step, state.best_model_checkpoint
+        # Some schedules, and stopping early, go by the evaluations.
+        schedule = copy.deepcopy(trainer.lr_scheduler.state_dict())
+        groups = innermost(trainer.optimizer).param_groups
+        rates = [copy.deepcopy(group["lr"]) for group in groups]
+        stopping = [each for each in trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
+        patience = [each.early_stopping_patience_counter for each in stopping]
+
+        def undo() -> Bookkeeping:
+            ledger.rewind(bookkeeping)
+            state.best_metric, state.best_global_step, state.best_model_checkpoint = best
+            if _goes_by_evaluations(trainer.lr_scheduler):
+                trainer.lr_scheduler.load_state_dict(schedule)
+                for group, rate in zip(groups, rates, strict=True):
+                    group["lr"] = rate
+            for each, count in zip(stopping, patience, strict=True):
+                each.early_stopping_patience_counter = count
+            return bookkeeping
+
+        return undo
 
     @property
     def stop_owed(self) -> bool:
@@ -149,11 +181,6 @@ class Reentry:
             self._position.advance(self._window.all_inputs())
         self._step_ended = True
 
-    def _note_random_state(self) -> None:
-        control = self._trainer.control
-        if control.should_log or control.should_evaluate or control.should_save:
-            self._step_end_rng = self._ledger.random_state()
-
     def _schedule_now(self) -> Any:
         return getattr(self._trainer.lr_scheduler, "last_epoch", None)
 
@@ -171,7 +198,7 @@ class Reentry:
 
     # ---- leaving ----
 
-    def rewind_to_last_step(self) -> tuple[Bookkeeping, Pending, Leave] | None:
+    def rewind_to_last_step(self) -> ResumePoint | None:
         """Brings the trainer to the end of its last finished step, after an exception left `train()`."""
         trainer = self._trainer
         if self.finished is None or self.phase in (Phase.IDLE, Phase.STEPPING):
@@ -179,19 +206,16 @@ class Reentry:
         if self.phase is Phase.STEPPED:
             bookkeeping, pending = self._rewind_after_the_step()
         else:
-            bookkeeping, pending = self.finished, Pending()
+            bookkeeping, pending = self.finished, Pending(epoch_ended=self._epoch_ended)
             self._ledger.rewind(bookkeeping)
             bookkeeping.rng = self._resume_rng(bookkeeping)
         bookkeeping.rng.restore()
         discard_gradients(trainer.model)
-        leave = Leave(
-            epoch_rng=self._epoch_rng,
-            stop=self._stop or trainer.control.should_training_stop,
-            epoch_ended=self._epoch_ended or pending.epoch_end,
-        )
-        for flag in ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop"):
-            setattr(trainer.control, flag, False)
-        return bookkeeping, pending, leave
+        control = trainer.control
+        pending.stop = self._stop or control.should_training_stop
+        control.should_log = control.should_evaluate = control.should_save = False
+        control.should_epoch_stop = control.should_training_stop = False
+        return ResumePoint(int(trainer.state.global_step), bookkeeping, pending, self._epoch_rng)
 
     def _resume_rng(self, finished: Bookkeeping) -> RandomState:
         """Gives the random state a resume has to load to draw what the interrupted step would have drawn."""
@@ -204,53 +228,34 @@ class Reentry:
         return None if self.finished is None else self._resume_rng(self.finished)
 
     def _rewind_after_the_step(self) -> tuple[Bookkeeping, Pending]:
-        trainer = self._trainer
+        trainer, history = self._trainer, self._trainer.state.log_history
         if int(trainer.state.global_step) == self._finished_step:
             self._count_the_step()
-        delivered = self._step_ended
         self._count_data()
-        control, history = trainer.control, trainer.state.log_history
-        if self._epoch_end_begun and not self._epoch_ended:
-            # `on_epoch_end` is delivered again, and decides again what follows from it.
-            control.should_log = control.should_evaluate = control.should_save = False
-        ended = self._epoch_ended or self._epoch_began or self._epoch_end_done
+        over = self._epoch_began or self._epoch_end_done or self._epoch_events_done
+        epoch_end = not over and (self._epoch_end_begun or self._position.at_epoch_end())
         pending = Pending(
-            step_end=not delivered,
-            log=control.should_log and trainer.state.global_step > trainer._globalstep_last_logged,
-            evaluate=control.should_evaluate or self._evaluating,
-            save=control.should_save,
-            epoch_end=not ended and (self._epoch_end_begun or self._position.at_epoch_end()),
-            ignore_keys=self._ignore_keys,
+            events=not self._events_done or epoch_end,
+            epoch_end=epoch_end,
+            epoch_ended=self._epoch_ended or epoch_end,
             grad_norm=None if self._window is None else self._window.grad_norm,
             learning_rate=self._learning_rate,
         )
         if self._finalizing and history and "train_runtime" in history[-1]:
             history.pop()
-        if trainer._globalstep_last_logged == trainer.state.global_step and not control.should_log:
-            # TRL empties its metrics after the trackers were called; one of them may have raised before that.
-            self._clear_metrics("train")
-        if pending.evaluate:
-            while history and history[-1]["step"] == trainer.state.global_step and "eval_runtime" in history[-1]:
-                history.pop()
-            self._clear_metrics("eval")
+        if pending.events and self._undo_events is not None:
+            return self._undo_events(), pending
         bookkeeping = self._ledger.capture()
         if self._epoch_began and self._epoch_rng is not None:
             bookkeeping.rng = self._epoch_rng
-        elif pending.evaluate and self._step_end_rng is not None:
-            bookkeeping.rng = self._step_end_rng
         return bookkeeping, pending
-
-    def _clear_metrics(self, mode: str) -> None:
-        for name in METRIC_STORES:
-            getattr(self._trainer, name, {}).get(mode, {}).clear()
 
     def _count_the_step(self) -> None:
         """Counts a step that is done: the exception came between `optimizer.step()` and the count."""
         trainer, window = self._trainer, self._window
         scheduler = trainer.lr_scheduler
-        by_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         skipped = trainer.accelerator.optimizer_step_was_skipped
-        if not by_metric and not skipped and self._schedule_now() == self._schedule_before:
+        if not _goes_by_evaluations(scheduler) and not skipped and self._schedule_now() == self._schedule_before:
             scheduler.step()
         trainer.state.global_step += 1
         epoch = None if window is None else self._position.epoch_after(window.size)
@@ -268,63 +273,48 @@ class Reentry:
         trainer.is_in_train = False
         # Counted in the checkpoint that is resumed from, or of a step that was not finished.
         trainer.current_flos = 0
-        self._window = self.finished = None
+        self._window = self.finished = self._undo_events = None
         discard_gradients(trainer.model)
         free_memory(trainer.accelerator.device)
 
     # ---- entering again ----
 
-    def continue_from(self, point: ResumePoint, started_at: float) -> bool:
-        """
-        Goes on with running loss, metrics and token counts of the interrupted call, and delivers what it owed its last
-        step.
-        """
+    def continue_from(self, point: ResumePoint, started_at: float) -> None:
+        """Goes on with the counters of the interrupted call, and does again what was pending of its last step."""
         self._ledger.continue_from(point.bookkeeping)
-        self._continues = True
-        self._left, self._stop = point.leave, point.leave.stop
-        self._epoch_end_done = point.leave.epoch_ended and self.stop_owed
-        if not point.pending:
-            return False
+        self._rng_of_left_epoch = point.epoch_rng
         point.bookkeeping.rng.restore()
-        try:
-            point.pending.deliver(self._trainer, started_at)
-        except Exception as error:
-            raise TrainingFault(error) from error
-        # The next exception may come before the next step: nothing may be delivered twice.
-        control = self._trainer.control
-        self._stop = self._stop or control.should_training_stop
-        point.leave.stop = self._stop
-        self._epoch_end_done = point.leave.epoch_ended and self.stop_owed
-        point.pending = Pending()
-        point.bookkeeping = self._ledger.capture()
-        return True
+        self._do_again(point.pending, started_at, self._trainer.callback_handler)
 
-    def deliver_pending(self, path: str, pending: Pending, leave: Leave, started_at: float) -> Leave:
-        """
-        Delivers what is owed to the step of a checkpoint that was written before all that follows from it was done.
-        """
-        trainer = self._trainer
-        self._stop = leave.stop
-        self._epoch_end_done = leave.epoch_ended and self.stop_owed
+    def continue_in_another_process(self, path: str, pending: Pending, started_at: float) -> None:
+        """The same, from a checkpoint of an earlier process."""
         try:
-            trainer._load_rng_state(path)
-            # The callbacks of this process get the events of the steps that it trains; of this one only the schedule
-            # decides what follows.
-            pending.deliver(trainer, started_at, tell=DefaultFlowCallback())
+            self._trainer._load_rng_state(path)
         except Exception as error:
             raise TrainingFault(error) from error
-        self._continues = True
-        self._stop = self._stop or trainer.control.should_training_stop
-        self._epoch_end_done = leave.epoch_ended and self.stop_owed
-        self._paid_rng = self._ledger.random_state()
+        # The callbacks of this process get the events of the steps that it trains; of this one only the schedule
+        # decides what follows.
+        self._do_again(pending, started_at, DefaultFlowCallback())
+
+    def _do_again(self, pending: Pending, started_at: float, tell: Any) -> None:
+        self._continues, self._stop = True, pending.stop
+        self._epoch_end_done = pending.epoch_ended and self.stop_owed
+        if not pending.events and not pending.evaluation:
+            return
+        try:
+            pending.deliver(self._trainer, started_at, tell)
+        except Exception as error:
+            raise TrainingFault(error) from error
+        self._stop = self._stop or self._trainer.control.should_training_stop
+        self._epoch_end_done = pending.epoch_ended and self.stop_owed
+        self._rng_after_pending = self._ledger.random_state()
         self._note_best()
-        return Leave(None, self._stop, leave.epoch_ended)
 
     def load_random_state(self, original: Callable[..., None], checkpoint: Any) -> None:
-        """Wraps `_load_rng_state`: what was owed to the step of the checkpoint may have drawn from it."""
-        paid, self._paid_rng = self._paid_rng, None
+        """Wraps `_load_rng_state`: what was done again for the step of the checkpoint may have drawn from it."""
+        drawn, self._rng_after_pending = self._rng_after_pending, None
         try:
-            original(checkpoint) if paid is None else paid.restore()
+            original(checkpoint) if drawn is None else drawn.restore()
         except Exception as error:
             if classify_exception(error) is FailureType.DEVICE:
                 raise
@@ -344,6 +334,11 @@ class Reentry:
         is_best = args.save_strategy != SaveStrategy.NO and state.best_global_step == state.global_step
         if is_best and os.path.isdir(checkpoint):
             state.best_model_checkpoint = checkpoint
+
+
+def _goes_by_evaluations(scheduler: Any) -> bool:
+    # GreedyLR is not in all versions of transformers.
+    return isinstance(scheduler, ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR"
 
 
 def _end_scaled_step(trainer: Any) -> None:

@@ -7,7 +7,6 @@ import functools
 import logging
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -21,7 +20,6 @@ from accelerate.utils import save_fsdp_optimizer
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import Trainer
 from transformers import trainer as trainer_module
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
@@ -31,7 +29,7 @@ from ..failures.classify import classify_exception, costs_its_save, describe_exc
 from ..failures.recipes import FailureType
 from ..ranks import votes
 from ..system import processes
-from ..system.files import BESIDE_DIR, EMERGENCY_DIR, MARKER_FILE, STATE_FILE
+from ..system.files import EMERGENCY_DIR, STATE_FILE
 from ..system.random_state import RandomState
 from .deepspeed import engine_of, saves_in_known_order, writes_of
 from .hooks import Failsafe, Hooks
@@ -103,6 +101,8 @@ class SaveSchedule:
         if self._on_schedule and self._held_back:
             control.should_save = False
             return control
+        # Marked first: a callback that raises leaves a whole checkpoint all the same.
+        self._hooks.after_save(self._view.step)
         return original(args, state, control, **kwargs)
 
     def _must_wait(self) -> bool:
@@ -441,10 +441,6 @@ def _left(error: BaseException, function: str) -> bool:
 # ---- own checkpoints ----
 
 
-# What is written again once what a step owed is done; all other files are those of the checkpoint before.
-_WRITTEN_AGAIN = ("optimizer", "scheduler", "rng_state", TRAINER_STATE_NAME, "global_step", "latest")
-
-
 def emergency_path(trainer: Any) -> Path:
     """The path of the emergency checkpoint of the current step, written or not."""
     return Path(trainer.args.output_dir, EMERGENCY_DIR, f"checkpoint-{trainer.state.global_step}")
@@ -459,34 +455,6 @@ def write_checkpoint(trainer: Any, folder: Path) -> None:
         trainer._save_checkpoint(trainer.model_wrapped, trial=None)
     finally:
         ours.give_back()
-
-
-def write_beside(trainer: Any, checkpoint: Path) -> Path:
-    """
-    Writes a checkpoint once more as the trainer stands now, beside the one before: a process that is killed meanwhile
-    leaves that one whole.
-    """
-    beside = Path(trainer.args.output_dir, BESIDE_DIR, checkpoint.name)
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    for file in checkpoint.rglob("*"):
-        relative = file.relative_to(checkpoint)
-        if file.is_file() and not relative.parts[0].startswith((*_WRITTEN_AGAIN, MARKER_FILE)):
-            _link_or_copy(file, beside / relative)
-    trainer._save_optimizer_and_scheduler(str(beside))
-    trainer._save_rng_state(str(beside))
-    with refusing_nothing(trainer):
-        trainer.state.save_to_json(str(beside / TRAINER_STATE_NAME))
-    return beside
-
-
-def _link_or_copy(file: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(file, target)
-    except OSError:
-        # The file system has no hard links.
-        shutil.copy2(file, target)
 
 
 @contextlib.contextmanager

@@ -306,8 +306,9 @@ class ResumeRecord:
     engine: dict[str, dict[str, Any]] | None = None
 
     @classmethod
-    def of(cls, trainer: Any, ledger: Bookkeeper, random: RandomState) -> ResumeRecord:
+    def of(cls, trainer: Any, ledger: Bookkeeper, random: RandomState, pending: Pending | None = None) -> ResumeRecord:
         """Takes it from a trainer that stands between two optimizer steps."""
+        owed = {} if pending is None else {PENDING: pending.to_dict()}
         state, zero = trainer.state, zero_of(trainer)
         kept = {each.name: getattr(state, each.name) for each in fields(state) if each.name != "log_history"}
         scaler = trainer.accelerator.scaler
@@ -322,16 +323,12 @@ class ResumeRecord:
                 for group in innermost(trainer.optimizer).param_groups
             ],
             random=random,
-            bookkeeping=ledger.export_counts(),
+            bookkeeping=ledger.export_counts() | owed,
             running_loss=trainer._tr_loss.detach().clone(),
             flos=float(trainer.current_flos),
             generated=generated_rows(trainer),
             engine=None if zero is None else zero.standing(),
         )
-
-    def owing(self, owed: dict[str, Any]) -> ResumeRecord:
-        """The same, with what its process still owed the step, as entries of a marker."""
-        return replace(self, bookkeeping=self.bookkeeping | owed)
 
     def write(self, checkpoint: Path) -> None:
         """
@@ -430,101 +427,83 @@ def _as_there(live: Any, value: Any) -> Any:
 
 # ---- resume point ----
 
+# In the bookkeeping of a marker.
+PENDING = "pending"
+
 
 @dataclass(slots=True)
 class Pending:
-    """The events that the Trainer still owed a finished step when it was interrupted."""
+    """What is done again for a finished step whose events were interrupted, and whether the run was to end with it."""
 
-    step_end: bool = False
-    log: bool = False
-    evaluate: bool = False
-    save: bool = False
+    # All of `on_step_end`, log, evaluation and save, as if none of it had been done.
+    events: bool = False
+    # After them, `on_epoch_end` and what follows from that.
     epoch_end: bool = False
+    # Nothing but the evaluation, for which a process that had to leave had no time.
+    evaluation: bool = False
+    stop: bool = False
+    epoch_ended: bool = False
     grad_norm: Any = None
     learning_rate: float | None = None
-    ignore_keys: Any = None
 
     def __bool__(self) -> bool:
-        return self.step_end or self.log or self.evaluate or self.save or self.epoch_end
+        return self.events or self.evaluation or self.stop
 
-    def deliver(self, trainer: Any, started_at: float, tell: Any = None) -> None:
-        """Delivers the events, in the Trainer's order."""
-        tell = tell or trainer.callback_handler
-
-        def log_evaluate_save() -> None:
-            trainer._maybe_log_save_evaluate(
-                trainer._tr_loss,
-                self.grad_norm,
-                trainer.model_wrapped,
-                None,
-                trainer.state.epoch,
-                self.ignore_keys,
-                started_at,
-                learning_rate=self.learning_rate,
-            )
-
-        trainer.control.should_log = self.log
-        trainer.control.should_evaluate = self.evaluate
-        trainer.control.should_save = self.save
-        if self.step_end:
-            # Delivered again to every callback: which of them have had it cannot be known.
-            trainer.control = tell.on_step_end(trainer.args, trainer.state, trainer.control)
-        log_evaluate_save()
+    def deliver(self, trainer: Any, started_at: float, tell: Any) -> None:
+        """Does it, in the Trainer's order."""
+        # An evaluation may have been left, or the model just loaded: TRL logs the metrics of the mode that it is in.
+        trainer.model.train()
+        control = trainer.control
+        control.should_log = control.should_save = False
+        control.should_evaluate = self.evaluation
+        if self.events:
+            trainer.control = tell.on_step_end(trainer.args, trainer.state, control)
+        self._log_evaluate_save(trainer, started_at)
         if self.epoch_end:
             trainer.control = tell.on_epoch_end(trainer.args, trainer.state, trainer.control)
-            log_evaluate_save()
+            self._log_evaluate_save(trainer, started_at)
 
-    def meetings(self, trainer: Any, leave: Leave) -> str:
-        """
-        Names what of it all ranks take part in: one that has delivered an event and one that has not owe the others
-        the same if nothing follows from it.
-        """
-        args, state = trainer.args, trainer.state
-        flow, owed = DefaultFlowCallback(), list[str]()
-        control = TrainerControl(should_log=self.log, should_evaluate=self.evaluate, should_save=self.save)
-        if self.step_end:
-            flow.on_step_end(args, state, control)
-        for event in ("step", "epoch"):
-            flags = control.should_log, control.should_evaluate, control.should_save
-            owed += [f"{event} {name}" for name, flag in zip(("log", "evaluate", "save"), flags, strict=True) if flag]
+    def _log_evaluate_save(self, trainer: Any, started_at: float) -> None:
+        loss, model, epoch = trainer._tr_loss, trainer.model_wrapped, trainer.state.epoch
+        rate = self.learning_rate
+        trainer._maybe_log_save_evaluate(
+            loss, self.grad_norm, model, None, epoch, None, started_at, learning_rate=rate
+        )
+
+    def collectives(self, trainer: Any) -> str:
+        """Names what of it all ranks take part in: ranks may go on together if that is the same on all of them."""
+        args, state, control = trainer.args, trainer.state, TrainerControl(should_evaluate=self.evaluation)
+        flow, found = DefaultFlowCallback(), list[str]()
+        for event, told in (("step", self.events), ("epoch", self.epoch_end)):
+            if told:
+                getattr(flow, f"on_{event}_end")(args, state, control)
+            flags = {"log": control.should_log, "evaluate": control.should_evaluate, "save": control.should_save}
+            found += [f"{event} {name}" for name, flag in flags.items() if flag]
             control.should_log = control.should_evaluate = control.should_save = False
-            if event == "step" and self.epoch_end:
-                flow.on_epoch_end(args, state, control)
-        return ", ".join([*owed, *(["stop"] if leave.stop or control.should_training_stop else [])])
+        return ", ".join([*found, *(["stop"] if self.stop or control.should_training_stop else [])])
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives them as JSON, for the process that continues the run."""
-        keys = self.ignore_keys
-        return {
-            **asdict(replace(self, grad_norm=None, ignore_keys=None)),
-            "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
-            "ignore_keys": None if keys is None else [str(key) for key in keys],
-        }
+        """As JSON, for the marker of a checkpoint."""
+        norm = None if self.grad_norm is None else float(self.grad_norm)
+        return asdict(replace(self, grad_norm=None)) | {"grad_norm": norm}
 
     @classmethod
-    def from_dict(cls, entry: Mapping[str, Any]) -> Self:
-        """Reads what [`to_dict`] has written, in another process or version."""
-        return cls(**{each.name: entry[each.name] for each in fields(cls) if each.name in entry})
-
-
-@dataclass(slots=True)
-class Leave:
-    """The place in its epoch where a run was left."""
-
-    epoch_rng: RandomState | None
-    stop: bool
-    epoch_ended: bool
+    def from_dict(cls, entry: Any) -> Self:
+        """Reads it; nothing is pending where it is damaged or there is none."""
+        names = {each.name for each in fields(cls)}
+        return cls(**entry) if isinstance(entry, Mapping) and entry.keys() <= names else cls()
 
 
 @dataclass(slots=True)
 class ResumePoint:
-    """A place in the run from which `train()` can be entered again as if it had never been left."""
+    """The end of a finished step, from which `train()` can be entered again as if it had never been left."""
 
     step: int
-    path: str
     bookkeeping: Bookkeeping
     pending: Pending
-    leave: Leave
+    # That the epoch began with.
+    epoch_rng: RandomState | None = None
+    path: str = ""
 
 
 # ---- generated ----

@@ -170,6 +170,10 @@ class Healers(Hooks):
         for each in self._with["before_save"]:
             each.before_save(step)
 
+    def after_save(self, step: int) -> None:
+        for each in self._with["after_save"]:
+            each.after_save(step)
+
     def left_by(self, error: BaseException) -> None:
         for each in self._with["left_by"]:
             each.left_by(error)

@@ -11,15 +11,15 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
 from ..journal.incident import Incident
-from ..system.files import completed, jsonable, replace_file
-from ..system.processes import Process, machine
+from ..system.files import jsonable, matches, replace_file
+from ..system.processes import Process
 
 
 logger = logging.getLogger("self_healing")
@@ -40,13 +40,7 @@ _KEPT_ATTEMPTS = 50
 
 
 # What a record says, each with a value of its kind.
-_EMPTY: dict[str, Any] = {
-    "time": 0.0,
-    "attempts": list[Any](),
-    "incidents": list[Any](),
-    "memory": dict[str, Any](),
-    "postmortem": None,
-}
+_EMPTY: dict[str, Any] = {"run": "", "attempts": [], "incidents": [], "memory": {}, "postmortem": None}
 _INCIDENT = Incident("", 0, "").to_dict()
 
 
@@ -72,7 +66,7 @@ class Ending(StrEnum):
 
 
 class UnreadableRecordError(ValueError):
-    """There is a record, and what it says is not known."""
+    """There is a record, and it is damaged, or of another version of this library."""
 
 
 @dataclass(slots=True)
@@ -90,50 +84,12 @@ class Attempt:
     why: str = ""
     call: int = 1
     job: str = ""
-    rendezvous: str = ""
-    machine: str = ""
+    agent: str = ""
     process_began: float = 0.0
     rows: int = 0
 
-    @property
-    def age(self) -> float:
-        """Seconds since it began, or on its own machine, since its process was started."""
-        if self.machine == machine():
-            return Process(self.machine, self.pid, self.process_began).age
-        # By two clocks.
-        return time.time() - self.began
-
 
 _ATTEMPT = asdict(Attempt(0, 0, "", 0.0))
-_LATER = {name: _ATTEMPT[name] for name in ("rendezvous", "machine", "process_began", "rows")}
-
-
-def _attempts_in(content: dict[str, Any], odd: list[str]) -> list[Attempt]:
-    """The attempts of a record; there was one at least, and nobody knows how one ended whose end cannot be read."""
-    unknown = {"number": 1, "began": content["time"], "ending": Ending.FAILED, "why": "not known"}
-    found = []
-    for at, entry in enumerate(content["attempts"]):
-        # What an earlier version did not write is not missed.
-        given = {**_LATER, **entry} if isinstance(entry, dict) else {}
-        attempt = completed(_ATTEMPT | unknown | {"number": at + 1}, given, f"attempts.{at}", odd)
-        if attempt["ending"] not in list(Ending):
-            odd.append(f"attempts.{at}.ending")
-            attempt |= {"ending": Ending.FAILED, "why": "not known"}
-        optional = attempt["resumed_from"]
-        attempt["resumed_from"] = optional if isinstance(optional, str) else None
-        found.append(Attempt(**attempt | {"ending": Ending(attempt["ending"])}))
-    return found or [Attempt(**_ATTEMPT | unknown)]
-
-
-def warn_about_parts(odd: list[str]) -> None:
-    """Says which parts of a record cannot be used."""
-    if odd:
-        logger.warning(
-            "%s can be used only in part: it is damaged, or of another version of this library. Left out, as if it "
-            "were not known: %s.",
-            RECORD_FILE,
-            ", ".join(odd),
-        )
 
 
 @dataclass(slots=True)
@@ -146,7 +102,6 @@ class RunRecord:
     incidents: list[dict[str, Any]] = field(default_factory=list)
     recovery_state: dict[str, Any] = field(default_factory=dict)
     postmortem: str | None = None
-    saving: dict[str, Any] | None = None
     kept: bool = True
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     _mark: ProgressMark | None = None
@@ -169,29 +124,37 @@ class RunRecord:
         """The record in a directory; `None` if there is none."""
         path = directory / RECORD_FILE
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            record = cls._from(directory, json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except Exception as error:
             raise UnreadableRecordError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
-        if not isinstance(content, dict) or not isinstance(content.get("run"), str):
-            raise UnreadableRecordError(f"{path} cannot be read (it does not say which run it is of)")
-        odd: list[str] = []
-        if content.get("schema") != SCHEMA_VERSION:
-            odd.append(f"schema {content.get('schema')!r}, where {SCHEMA_VERSION} is known")
-        whole = completed(_EMPTY, content, "the record", odd)
-        record = cls(
-            directory,
-            content["run"],
-            _attempts_in(whole, odd),
-            [completed(_INCIDENT, each, f"incidents.{at}", odd) for at, each in enumerate(whole["incidents"])],
-            whole["memory"],
-            whole["postmortem"] if isinstance(whole["postmortem"], str) else None,
-            content["saving"] if isinstance(content.get("saving"), dict) else None,
-        )
-        warn_about_parts(odd)
+        if not record.attempts:
+            # Killed before it had begun.
+            return None
         record._take_in_progress()
         return record
+
+    @classmethod
+    def _from(cls, directory: Path, content: Any) -> Self:
+        if not matches(_EMPTY, content) or content.get("schema") != SCHEMA_VERSION:
+            raise ValueError(f"it is not of schema {SCHEMA_VERSION}")
+        for name, template in (("attempts", _ATTEMPT), ("incidents", _INCIDENT)):
+            if not all(matches(template, each) for each in content[name]):
+                raise ValueError(f"its {name} are not known")
+        incidents = content["incidents"]
+        for each in incidents:
+            # Those that can be taken up.
+            Incident.from_dict(each)
+        attempts = [Attempt(**each | {"ending": Ending(each["ending"])}) for each in content["attempts"]]
+        return cls(directory, content["run"], attempts, incidents, content["memory"], content["postmortem"])
+
+    @staticmethod
+    def set_aside(directory: Path) -> None:
+        """Renames a record that cannot be read, so that the run goes on with another one."""
+        path = directory / RECORD_FILE
+        with suppress(OSError):
+            path.replace(path.with_name(f"{RECORD_FILE}.unreadable"))
 
     def _take_in_progress(self) -> None:
         """A process that was killed left its last step where no write was needed for it."""
@@ -211,7 +174,7 @@ class RunRecord:
     # ---- writing ----
 
     def begin_attempt(
-        self, resumed_from: str | None, first_step: int, marks: bool = True, job: str = "", rendezvous: str = ""
+        self, resumed_from: str | None, first_step: int, marks: bool = True, job: str = "", agent: str = ""
     ) -> Attempt:
         """A process begins its part."""
         number = self.newest.number + 1 if self.attempts else 1
@@ -225,8 +188,7 @@ class RunRecord:
             first_step,
             first_step,
             job=job,
-            rendezvous=rendezvous,
-            machine=process.machine,
+            agent=agent,
             process_began=process.began,
         )
         _CALLS[os.path.abspath(self.directory)] += 1
@@ -241,13 +203,6 @@ class RunRecord:
         """Marks the step that a killed process leaves."""
         if self._mark is not None:
             self._mark.note_step(self.newest.number, step)
-
-    def about_to_save(self, checkpoint: str, bookkeeping: Mapping[str, Any] | None = None) -> None:
-        """A checkpoint is about to be written."""
-        # As a text: a metric that is NaN has to come out as the number it was.
-        text = json.dumps(dict(bookkeeping or {}))
-        self.saving = {"checkpoint": checkpoint, "time": time.time(), "bookkeeping": text}
-        self.write()
 
     def end_attempt(self, ending: Ending, why: str, step: int) -> None:
         """This process's part is over."""
@@ -273,7 +228,6 @@ class RunRecord:
             "incidents": self.incidents,
             "memory": self.recovery_state,
             "postmortem": self.postmortem,
-            "saving": self.saving,
         }
         try:
             replace_file(path, json.dumps(jsonable(content), indent=1) + "\n", sync=True)

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ..system.files import completed, replace_file
+from ..system.files import matches, replace_file
 from ..system.processes import Process, State, state_of
 from .record import PROGRESS_FILE, Ending, ProgressMark, read_mark
 
@@ -101,7 +101,7 @@ def is_moment(seconds: float) -> bool:
 
 
 # A value of the kind of each field.
-_KINDS = asdict(RunStatus("", "", 0, 0, "", 0.0))
+_KINDS = asdict(RunStatus("", "", 0, 0, "", 0.0)) | {"state": None}
 
 
 def read_status(directory: Path) -> RunStatus | None:
@@ -113,9 +113,7 @@ def read_status(directory: Path) -> RunStatus | None:
         status = replace(status, state=RunState(status.state))
     except (OSError, ValueError, TypeError, AttributeError):
         return None
-    damaged: list[str] = []
-    completed(_KINDS, asdict(status), STATUS_FILE, damaged)
-    if damaged or not all(map(is_moment, (status.began, status.since, status.process_began))):
+    if not matches(_KINDS, asdict(status)) or not all(map(is_moment, (status.began, status.since))):
         return None
     if status.over:
         return status

@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -78,11 +77,6 @@ class Process:
         """Gives a process of this machine."""
         return cls(machine(), pid, _began(psutil.Process(pid)))
 
-    @property
-    def age(self) -> float:
-        """Seconds since it was started, whatever the clock was set to meanwhile."""
-        return _now() - self.began
-
     def state(self) -> State:
         """Looks what became of it; on its own machine only."""
         return state_of(self.pid, self.began)
@@ -115,11 +109,6 @@ def _began(process: psutil.Process) -> float:
         # proc(5): after the name in brackets, which may hold any characters.
         return int(stat.rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     return float(process.create_time())
-
-
-def _now() -> float:
-    """Gives the time as [`_began`] counts it."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if (_PROCESSES / "self" / "stat").exists() else time.time()
 
 
 def machine() -> str:
@@ -158,11 +147,10 @@ class Launch:
     restarts: int
     restarts_left: int | None
     by_agent: bool = False
-    agent_age: float | None = None
-    agent_is_parent: bool = False
+    # Names the torchrun that has started this process.
+    agent: str = ""
     requeued: bool = False
     job: str = ""
-    rendezvous: str = ""
     in_a_pod: bool = False
 
     @property
@@ -179,50 +167,27 @@ def launch_of(environment: Mapping[str, str] | None = None) -> Launch:
     in_a_pod = "KUBERNETES_SERVICE_HOST" in environment
     if "TORCHELASTIC_RUN_ID" in environment:
         restarts = _number(environment, "TORCHELASTIC_RESTART_COUNT")
-        left = _number(environment, "TORCHELASTIC_MAX_RESTARTS") - restarts
-        agent_age, agent_is_parent = _agent()
+        left = max(_number(environment, "TORCHELASTIC_MAX_RESTARTS") - restarts, 0)
+        agent = environment["TORCHELASTIC_RUN_ID"]
+        if agent == "none":
+            # As all have it that were given none: told apart by the process that has started this one.
+            agent = f"process {os.getppid()} of {machine()}"
         # A requeued job starts another torchrun, whose own count begins at 0 again.
-        return Launch(
-            "torchrun",
-            restarts + requeued,
-            max(left, 0),
-            by_agent=restarts > 0,
-            agent_age=agent_age,
-            agent_is_parent=agent_is_parent,
-            requeued=requeued > 0,
-            job=job,
-            rendezvous=environment["TORCHELASTIC_RUN_ID"],
-            in_a_pod=in_a_pod,
-        )
+        count, again = restarts + requeued, restarts > 0
+        return Launch("torchrun", count, left, again, agent, requeued > 0, job, in_a_pod)
     if job:
         return Launch("slurm", requeued, None, requeued=requeued > 0, job=job)
     return Launch("none", 0, None, in_a_pod=in_a_pod)
 
 
 def of_all_ranks(launches: Sequence[Launch]) -> Launch:
-    """Puts together what the ranks of a job know of its launch."""
-    ages = [launch.agent_age for launch in launches]
-    known = [age for age in ages if age is not None]
+    """Puts together what the ranks of a job know of its launch: of several nodes, one may have been replaced."""
     return replace(
         launches[0],
         restarts=max(launch.restarts for launch in launches),
         by_agent=any(launch.by_agent for launch in launches),
-        # The one that has been there longest: a node may have been replaced.
-        agent_age=max(known) if known and len(known) == len(ages) else None,
         requeued=any(launch.requeued for launch in launches),
     )
-
-
-def _agent() -> tuple[float | None, bool]:
-    """Looks how old torchrun is, the nearest process above this one that it did not start; and whether next to it."""
-    try:
-        for distance, process in enumerate(psutil.Process().parents()):
-            if "TORCHELASTIC_RUN_ID" not in process.environ():
-                return Process.of(process.pid).age, distance == 0
-    except psutil.Error:
-        # In a process namespace of its own, or as another user.
-        pass
-    return None, False
 
 
 def restarts_on_exit(config: HealingConfig) -> bool:

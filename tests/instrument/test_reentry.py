@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing.checkpoints.marker import read_marker
 
 
 HELD_OUT = {"eval_dataset": Dataset.from_dict({"text": ["the model reads", "a row of text"] * 4})}
@@ -172,6 +173,46 @@ def test_nothing_differs_from_the_run_without_the_fault(
     assert output.global_step == expected.global_step
     mine, theirs = (sorted(p.name for p in (tmp_path / name).glob("*")) for name in ("healed", "clean"))
     assert [name for name in mine if not is_own(name) and name != "last-known-good"] == theirs
+
+
+class RaisesOnce(TrainerCallback):
+    """Loses its connection the first time that it is told of an event at step 4, and notes when it does not."""
+
+    def __init__(self, event: str, error: BaseException) -> None:
+        self.tried: list[int] = []
+        self.told: list[int] = []
+
+        def handler(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.tried.append(state.global_step)
+            if self.tried.count(4) == 1 and state.global_step == 4:
+                raise error
+            self.told.append(state.global_step)
+
+        setattr(self, event, handler)
+
+
+@pytest.mark.parametrize("event", ["on_log", "on_save"])
+def test_a_callback_that_raised_is_told_again(tmp_path: Path, tokenizer: Any, event: str) -> None:
+    arguments = {"max_steps": 6, "logging_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    clean = sft_trainer(tmp_path / "clean", tokenizer, **arguments)
+    clean.train()
+    raising = RaisesOnce(event, lost_connection())
+    trainer = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[raising], **arguments)
+    SelfHealingTrainer(trainer, sleep=lambda _: None).train()
+    assert raising.told[:3] == [2, 4, 6]
+    assert logged(trainer) == logged(clean)
+    assert_same_weights(weights(trainer), weights(clean))
+
+
+def test_a_whole_checkpoint_is_marked_though_a_callback_raises_in_on_save(tmp_path: Path, tokenizer: Any) -> None:
+    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+    raising = RaisesOnce("on_save", ValueError("a mistake"))
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[raising], **arguments)
+    with pytest.raises(ValueError, match="a mistake"):
+        SelfHealingTrainer(trainer).train()
+    marker = read_marker(tmp_path / "checkpoint-4")
+    assert marker is not None
+    assert (marker["step"], marker["emergency"]) == (4, False)
 
 
 MIXED = {"bf16": True, "neftune_noise_alpha": 5.0, "gradient_checkpointing": True}
@@ -323,8 +364,6 @@ def test_an_emergency_checkpoint_that_fails_takes_no_other_with_it(
 
 
 def test_a_marker_holds_only_for_the_files_it_names(tmp_path: Path, tokenizer: Any) -> None:
-    from self_healing.checkpoints.marker import read_marker
-
     trainer = sft_trainer(
         tmp_path, tokenizer, max_steps=2, save_strategy="steps", save_steps=2, callbacks=[SelfHealingCallback()]
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,15 +111,16 @@ def taken_up(directory: Path, content: Any) -> Run:
     return run
 
 
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_no_damage_to_a_record_stops_a_start(
-    tmp_path: Path, record: dict[str, Any], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, record: dict[str, Any], seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, content in damages(record, seed=0):
+    for name, content in damages(record, seed):
         caplog.clear()
         try:
             run = taken_up(tmp_path, content)
         except UnreadableRecordError:
-            assert name.startswith("run "), name
+            # It is set aside.
             continue
         except Exception as error:
             raise AssertionError(name) from error
@@ -126,14 +128,22 @@ def test_no_damage_to_a_record_stops_a_start(
             assert run.numerics.ladder.state_dict()["climbed"] == {"divergence": 3}, name
 
 
-def test_a_record_of_another_version_is_used(
+def test_a_whole_record_is_used_without_a_word(
     tmp_path: Path, record: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    record["attempts"][0]["node"] = "a"
-    record["incidents"][0]["blame"] = "none"
-    run = taken_up(tmp_path, record | {"schema": 2, "weather": "fine"})
-    assert run.context.budget.used == 2 + 2
-    assert "schema 2, where 1 is known" in caplog.text
+    with caplog.at_level(logging.WARNING):
+        run = taken_up(tmp_path, record)
+    assert run.context.budget.failed_at >= 6
+    assert caplog.text == ""
+
+
+def test_what_memory_cannot_be_read_of_is_named(
+    tmp_path: Path, record: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    record["memory"]["budget"] = {"used": "often"}
+    run = taken_up(tmp_path, record)
+    assert run.context.budget.failed_at >= 6
+    assert "What the run record says of budget cannot be read" in caplog.text
 
 
 # ---- what checkpoints hold ----
@@ -150,8 +160,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     return run
 
 
-def test_what_the_trainer_cannot_read_is_refused(finished: Path) -> None:
-    file = finished / "checkpoint-6" / "trainer_state.json"
+@pytest.mark.parametrize("name", ["trainer_state.json", "config.json"])
+def test_what_the_trainer_cannot_read_is_refused(finished: Path, name: str) -> None:
+    file = finished / "checkpoint-6" / name
     whole = file.read_text()
     content = json.loads(whole)
     content.pop("stateful_callbacks", None)

@@ -28,11 +28,9 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from trl import SFTTrainer
 
-from self_healing import HealingConfig, SelfHealingTrainer, find_trusted_checkpoint
+from self_healing import HealingConfig, SelfHealingTrainer
 from self_healing.checkpoints.marker import checkpoints_in, load_marker
 from self_healing.checkpoints.vetting import vet
-from self_healing.healers.restarts import emergency
-from self_healing.healers.restarts.emergency import owed_in
 from self_healing.hf.trainer_state import Pending
 
 
@@ -97,53 +95,6 @@ def test_the_next_process_stops_where_the_run_was_to_stop(tmp_path: Path, tokeni
     assert logged(resumed) == logged(trainer)
 
 
-def test_at_no_time_of_a_re_entry_is_the_emergency_checkpoint_gone(
-    tmp_path: Path, tokenizer: Any, clean: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A copy of the directory after each thing that is done to it: what a kill at that moment would leave."""
-    moments: list[Path] = []
-
-    def copied() -> None:
-        if (tmp_path / "run" / "emergency").exists():
-            moments.append(Path(shutil.copytree(tmp_path / "run", tmp_path / f"moment-{len(moments)}")))
-
-    def noting(holder: Any, name: str) -> None:
-        original = getattr(holder, name)
-
-        def both(*args: Any, **kwargs: Any) -> Any:
-            copied()
-            result = original(*args, **kwargs)
-            copied()
-            return result
-
-        monkeypatch.setattr(holder, name, both)
-
-    def after_the_first(_: float) -> None:
-        for holder, name in (
-            (SFTTrainer, "_save_optimizer_and_scheduler"),
-            (SFTTrainer, "_save_rng_state"),
-            (Path, "rename"),
-            (shutil, "rmtree"),
-        ):
-            noting(holder, name)
-
-    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[RaisingAt("on_step_end", 4)], **STEPS)
-    SelfHealingTrainer(trainer, sleep=after_the_first).train()
-    monkeypatch.undo()
-
-    before_the_end = [moment for moment in moments if (moment / "emergency").exists()][:-2]
-    assert len(before_the_end) > 6
-    for moment in before_the_end:
-        found = find_trusted_checkpoint(moment)
-        assert found is not None
-        assert Path(found).name == "checkpoint-4"
-    assert_same_weights(weights(trainer), weights(clean))
-    assert logged(trainer) == logged(clean)
-    halfway = next(each for each in moments if (each / "emergency" / "beside" / "checkpoint-4").exists())
-    resumed = taken_up(halfway, tokenizer)
-    assert logged(resumed) == logged(clean)
-
-
 def test_a_second_exception_in_one_step_does_not_cost_the_checkpoint_of_the_first(
     tmp_path: Path, tokenizer: Any
 ) -> None:
@@ -168,19 +119,6 @@ def test_a_second_exception_in_one_step_does_not_cost_the_checkpoint_of_the_firs
     assert [path for path in left if not path] == []
 
 
-def test_what_is_owed_cannot_be_written_again_and_is_owed_still(
-    tmp_path: Path, tokenizer: Any, clean: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(emergency, "write_beside", full)
-    left = killed_while_it_waits(tmp_path, tokenizer, "on_step_end", 4)
-    assert "it stays as it is" in caplog.text
-    resumed = taken_up(left, tokenizer)
-    assert logged(resumed) == logged(clean)
-
-
 def test_kept_checkpoints_give_way_to_an_emergency_checkpoint(tmp_path: Path, tokenizer: Any) -> None:
     class FullOnce(SFTTrainer):
         def _save_rng_state(self, output_dir: str) -> None:
@@ -199,32 +137,14 @@ def test_kept_checkpoints_give_way_to_an_emergency_checkpoint(tmp_path: Path, to
     assert saved["happened"]
 
 
-def test_the_marker_says_what_is_owed(tmp_path: Path, tokenizer: Any) -> None:
+def test_the_marker_says_what_is_pending(tmp_path: Path, tokenizer: Any) -> None:
     left = killed_while_it_waits(tmp_path, tokenizer, "on_step_end", 4)
     (checkpoint,) = checkpoints_in(left)
     marker = load_marker(checkpoint)
     assert marker is not None
-    owed = owed_in(marker["bookkeeping"])
-    assert owed is not None
-    assert (owed[0].step_end, owed[1].stop) == (True, False)
-    assert owed[0].grad_norm > 0
-
-
-@pytest.mark.parametrize(
-    ("bookkeeping", "expected"),
-    [
-        ({}, None),
-        ({"owes_evaluation": False}, None),
-        ({"owes": "nonsense"}, None),
-        ({"owes": {"pending": {"log": True, "unheard of": 1}}}, Pending(log=True)),
-        ({"owes_evaluation": True}, Pending(evaluate=True)),
-    ],
-)
-def test_what_another_version_has_written_is_read_as_far_as_it_goes(
-    bookkeeping: dict[str, Any], expected: Pending | None
-) -> None:
-    found = owed_in(bookkeeping)
-    assert (None if found is None else found[0]) == expected
+    pending = Pending.from_dict(marker["bookkeeping"]["pending"])
+    assert (pending.events, pending.stop) == (True, False)
+    assert pending.grad_norm > 0
 
 
 # ---- what JSON or safetensors refuses ----

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -192,51 +191,12 @@ class TestAProcessThatIsAskedToLeave:
         run.departure.preemption.raised = raised = SystemExit(7)
         assert self.leave(run) is raised
 
-    def test_how_long_saves_take_is_asked_of_the_trainer(self, tmp_path: Path) -> None:
-        run = process(tmp_path, preemption_deadline=30.0)
-        assert run.departure.preemption._must_be_left_by(100.0) == 114.0 + 1.0
-        run = process(tmp_path, preemption_deadline=60.0)
-        assert run.departure.preemption._must_be_left_by(100.0) == 144.0
-        run.context.attachment.instrument = None
-        assert run.departure.preemption._must_be_left_by(100.0) == 158.0
-
-    @pytest.mark.parametrize(("again", "attached", "left"), [(True, True, True), (True, False, False), (False,) * 3])
-    def test_a_step_is_interrupted_only_where_train_is_entered_again(
-        self, tmp_path: Path, again: bool, attached: bool, left: bool
-    ) -> None:
-        run = assemble(HealingConfig(), tmp_path, run_id="run", may_enter_again=again)
-        if attached:
-            run.context.attachment.instrument = SimpleNamespace(may_be_left=True)  # type: ignore[assignment]
-        assert run.departure.preemption._may_interrupt() is left
-
     def test_at_the_deadline_it_is_written_down(self, tmp_path: Path) -> None:
         run = process(tmp_path)
-        run.departure.preemption._note("too late")
+        run.departure.end_at_the_deadline("too late")
         assert (record_in(tmp_path).ending, record_in(tmp_path).newest.why) == (Ending.PREEMPTED, "too late")
         (event,) = events(run, "preemption_deadline")
         assert (event["step"], event["why"]) == (6, "too late")
-
-    def test_a_wait_ends_when_it_is_asked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        run = process(tmp_path)
-        clock = SimpleNamespace(now=0.0)
-        slept: list[float] = []
-
-        def sleep(seconds: float) -> None:
-            slept.append(round(seconds, 6))
-            clock.now += seconds
-            if len(slept) == asked_after:
-                run.departure.preemption.requested = signal.SIGTERM
-
-        monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
-        asked_after = 9
-        run.context.sleep(1.2)
-        assert slept == [0.5, 0.5, 0.2]
-        slept, asked_after = [], 2
-        run.context.sleep(3000.0)
-        assert slept == [0.5, 0.5]
-        assert run.context.leave_asked()
-        run.context.sleep(3000.0)
-        assert slept == [0.5, 0.5]
 
     def test_of_a_run_that_was_left_without_a_word_nothing_is_held(self, tmp_path: Path) -> None:
         run = process(tmp_path, recorded=False)
@@ -246,7 +206,6 @@ class TestAProcessThatIsAskedToLeave:
         assert status is not None
         assert (status.state, status.step) == (RunState.STOPPED, 6)
         assert status.why == "an exception that this callback did not see"
-        assert not run.departure.preemption._may_interrupt()
 
 
 class TestAnIncidentThatNothingCures:
@@ -582,7 +541,6 @@ class TestTheProcessesOfARun:
 
     def test_only_the_first_of_several_writes(self, begun: Callable[..., Attempts], tmp_path: Path) -> None:
         attempts = begun(rank=1)
-        attempts.about_to_write(tmp_path / "checkpoint-8", {})
         attempts.end(Ending.FAILED, "a bug")
         attempts.tell_status(tmp_path, 40)
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith("healing_")] == []
@@ -594,14 +552,6 @@ class TestTheProcessesOfARun:
         attempts._run.instrument.view.step = 5
         attempts.write()
         assert record_in(tmp_path).newest.last_step == 6
-
-    def test_a_checkpoint_is_noted_as_seen_from_the_record(
-        self, begun: Callable[..., Attempts], tmp_path: Path
-    ) -> None:
-        begun().about_to_write(tmp_path / "emergency" / "checkpoint-8", {"loss": 2.5})
-        saving = record_in(tmp_path).saving
-        assert saving is not None
-        assert saving["checkpoint"] == os.path.join("emergency", "checkpoint-8")
 
     def test_where_another_process_trains_nothing_is_told(self, tmp_path: Path) -> None:
         run = process(tmp_path, recorded=False)
@@ -642,15 +592,12 @@ class TestTheProcessesOfARun:
         assert status is not None
         assert (status.state, status.step, status.why) == (RunState.STOPPED, 6, "KeyError: 'a'")
 
-    def test_incidents_of_the_record_go_on_and_those_that_cannot_be_read_are_named(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_incidents_of_the_record_go_on(self, tmp_path: Path) -> None:
         waiting = Incident("run-001", 3, "made up", FailureType.NETWORK, actions=[Action.RESUME])
         over = Incident("run-002", 3, "made up", outcome="reported")
-        entries = [waiting.to_dict(), over.to_dict(), over.to_dict() | {"failure": "unheard of"}]
+        entries = [waiting.to_dict(), over.to_dict()]
         run = process(tmp_path, recorded=False)
         run.attempts.keep(RunRecord(tmp_path, "run", [Attempt(1, 1, "here", 1.0)], entries), taken_up=True)
         assert [each.id for each in run.journal.incidents] == ["run-001", "run-002"]
-        assert "incidents.2" in caplog.text
         run.context.outcomes.close()
         assert [each.outcome for each in run.journal.incidents] == ["resolved", "reported"]

@@ -6,17 +6,14 @@ import json
 import os
 import pickle
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from self_healing.healers.restarts.start import bookkeeping_of, was_writing
 from self_healing.run.record import (
     PROGRESS_FILE,
     RECORD_FILE,
-    Attempt,
     Ending,
     ProgressMark,
     RunRecord,
@@ -24,64 +21,13 @@ from self_healing.run.record import (
     first_call,
     read_mark,
 )
-from self_healing.system.files import STATE_FILE
 from self_healing.system.processes import Launch, launch_of, of_all_ranks
 
 
-def record_of(directory: Path, saving: str | None = "checkpoint-8") -> RunRecord:
-    """A record whose process was about to write a checkpoint."""
+def record_of(directory: Path) -> RunRecord:
     record = RunRecord(directory, "run")
     record.begin_attempt(None, 0)
-    if saving is not None:
-        record.about_to_save(saving, {"loss": 2.5})
     return record
-
-
-def checkpoint_in(directory: Path, step: int, age: float = 0.0) -> Path:
-    checkpoint = directory / f"checkpoint-{step}"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / STATE_FILE).write_text("{}")
-    if age:
-        then = time.time() - age
-        os.utime(checkpoint / STATE_FILE, (then, then))
-    return checkpoint
-
-
-class TestCheckpointsWithoutMarker:
-    def test_the_one_that_was_being_written_is_of_the_run(self, tmp_path: Path) -> None:
-        assert was_writing(record_of(tmp_path), checkpoint_in(tmp_path, 8))
-
-    def test_another_one_is_not(self, tmp_path: Path) -> None:
-        checkpoint_in(tmp_path, 8)
-        assert not was_writing(record_of(tmp_path), checkpoint_in(tmp_path, 4))
-
-    def test_one_that_was_there_before_is_not(self, tmp_path: Path) -> None:
-        assert not was_writing(record_of(tmp_path), checkpoint_in(tmp_path, 8, age=3600.0))
-
-    @pytest.mark.parametrize("when", [None, "noon", ...])
-    def test_where_it_is_not_known_when_it_was_to_be_written_it_is_not(self, tmp_path: Path, when: Any) -> None:
-        record, checkpoint = record_of(tmp_path), checkpoint_in(tmp_path, 8)
-        record.saving = {"checkpoint": "checkpoint-8"} if when is ... else {"checkpoint": "checkpoint-8", "time": when}
-        assert not was_writing(record, checkpoint)
-
-    def test_one_that_the_run_has_gone_on_from_is(self, tmp_path: Path) -> None:
-        record, checkpoint = record_of(tmp_path, saving=None), checkpoint_in(tmp_path, 4)
-        assert not was_writing(record, checkpoint)
-        record.begin_attempt(str(checkpoint), 4)
-        assert was_writing(record, checkpoint)
-
-    def test_what_its_marker_was_to_say_is_known(self, tmp_path: Path) -> None:
-        record, checkpoint = record_of(tmp_path), checkpoint_in(tmp_path, 8)
-        assert bookkeeping_of(record, checkpoint) == {"loss": 2.5}
-        assert bookkeeping_of(record, checkpoint_in(tmp_path, 4)) is None
-        assert bookkeeping_of(None, checkpoint) is None
-
-    @pytest.mark.parametrize("bookkeeping", ["{", "{}", "[1]", "3", "null", None, 3, {"loss": 2.5}])
-    def test_what_it_was_to_say_is_not_known_where_that_cannot_be_read(self, tmp_path: Path, bookkeeping: Any) -> None:
-        record, checkpoint = record_of(tmp_path), checkpoint_in(tmp_path, 8)
-        assert record.saving is not None
-        record.saving["bookkeeping"] = bookkeeping
-        assert bookkeeping_of(record, checkpoint) is None
 
 
 def test_a_record_that_another_process_is_told_of_keeps_all_but_what_is_open(tmp_path: Path) -> None:
@@ -89,7 +35,7 @@ def test_a_record_that_another_process_is_told_of_keeps_all_but_what_is_open(tmp
     record.end_attempt(record.ending, "", 6)
     told = pickle.loads(pickle.dumps(record))
     assert told.describe_attempts() == record.describe_attempts()
-    assert (told.directory, told.run, told.saving) == (record.directory, record.run, record.saving)
+    assert (told.directory, told.run) == (record.directory, record.run)
     told.note_step(9)
     told.close()
     told.write()
@@ -131,26 +77,11 @@ def test_a_launch_is_read_from_the_environment(
     )
 
 
-@pytest.mark.parametrize(
-    ("launches", "restarts", "by_agent", "agent_age"),
-    [
-        ([(0, False, None), (0, False, None)], 0, False, None),
-        # The node of the second rank failed, and that of the first was not counted.
-        ([(0, False, 5.0), (2, True, 5.5)], 2, True, 5.5),
-        # The node of the first rank was replaced, and has failed once more since.
-        ([(1, True, 5.0), (2, True, 9.0)], 2, True, 9.0),
-        ([(1, True, None), (2, True, 5.0)], 2, True, None),
-    ],
-)
-def test_what_the_ranks_know_of_their_launch_is_put_together(
-    launches: list[tuple[int, bool, float | None]], restarts: int, by_agent: bool, agent_age: float | None
-) -> None:
-    def launch(count: int, again: bool, age: float | None) -> Launch:
-        return Launch("torchrun", count, 3 - count, by_agent=again, agent_age=age)
-
-    found = of_all_ranks([launch(*each) for each in launches])
-    assert (found.restarts, found.by_agent, found.agent_age) == (restarts, by_agent, agent_age)
-    assert found.started_again == (restarts > 0)
+def test_what_the_ranks_know_of_their_launch_is_put_together() -> None:
+    # The node of the second rank failed, and that of the first was not counted.
+    launches = [Launch("torchrun", 0, 3), Launch("torchrun", 2, 1, by_agent=True)]
+    found = of_all_ranks(launches)
+    assert (found.restarts, found.by_agent, found.started_again) == (2, True, True)
 
 
 @pytest.mark.parametrize("requeued", [(False, False), (True, False), (False, True)])
@@ -159,12 +90,24 @@ def test_a_job_was_requeued_if_any_rank_knows_of_it(requeued: tuple[bool, ...]) 
     assert of_all_ranks(launches).requeued == any(requeued)
 
 
+def test_torchruns_that_were_given_no_name_are_told_apart() -> None:
+    assert launch_of({"TORCHELASTIC_RUN_ID": "a"}).agent == "a"
+    assert launch_of({"TORCHELASTIC_RUN_ID": "none"}).agent.startswith(f"process {os.getppid()} of ")
+
+
+def test_jobs_and_pods_are_known_by_their_names() -> None:
+    pod = launch_of({"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    assert (pod.launcher, pod.in_a_pod, pod.started_again, pod.job) == ("none", True, False, "")
+    both = launch_of({"TORCHELASTIC_RUN_ID": "a", "SLURM_JOB_ID": "7", "KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    assert (both.launcher, both.in_a_pod, both.job) == ("torchrun", True, "7")
+
+
 class TestARecord:
     def read(self, directory: Path, **changes: Any) -> RunRecord:
         """What is read of a record that was changed by hand; a field that is `...` is left out."""
         record = RunRecord(directory, "run", recovery_state={"budget": 1}, postmortem="postmortem.json")
         record.begin_attempt("checkpoint-4", 4, marks=False, job="17")
-        record.about_to_save("checkpoint-8")
+        record.write()
         content = json.loads((directory / RECORD_FILE).read_text()) | changes
         content = {name: value for name, value in content.items() if value is not ...}
         (directory / RECORD_FILE).write_text(json.dumps(content))
@@ -175,8 +118,6 @@ class TestARecord:
     def test_is_read_as_it_was_written(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         record = self.read(tmp_path)
         assert (record.run, record.postmortem, record.recovery_state) == ("run", "postmortem.json", {"budget": 1})
-        assert record.saving is not None
-        assert (record.saving["checkpoint"], record.saving["bookkeeping"]) == ("checkpoint-8", "{}")
         newest = record.newest
         assert (newest.number, newest.first_step, newest.last_step, newest.call, newest.job) == (1, 4, 4, 1, "17")
         assert (newest.pid, newest.resumed_from, record.ending) == (os.getpid(), "checkpoint-4", Ending.RUNNING)
@@ -219,36 +160,26 @@ class TestARecord:
             RunRecord.read(tmp_path)
 
     @pytest.mark.parametrize(
-        ("changes", "named"),
+        "changes",
         [
-            ({"schema": 2}, "schema 2, where 1 is known"),
-            ({"attempts": 3}, "the record.attempts"),
-            ({"incidents": ...}, "the record.incidents"),
-            ({"memory": []}, "the record.memory"),
-            ({"attempts": [3]}, "attempts.0.number"),
-            ({"attempts": [{"number": 1, "ending": "asleep"}]}, "attempts.0.ending"),
-            ({"incidents": [3]}, "incidents.0"),
+            {"schema": 2},
+            {"attempts": 3},
+            {"incidents": ...},
+            {"memory": []},
+            {"attempts": [3]},
+            {"attempts": [{"number": 1, "ending": "asleep"}]},
+            {"incidents": [3]},
         ],
     )
-    def test_names_what_it_cannot_use(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], named: str
-    ) -> None:
-        assert self.read(tmp_path, **changes).run == "run"
-        assert "can be used only in part" in caplog.text
-        assert named in caplog.text
+    def test_of_another_version_or_damaged_cannot_be_read(self, tmp_path: Path, changes: dict[str, Any]) -> None:
+        with pytest.raises(UnreadableRecordError, match="cannot be read"):
+            self.read(tmp_path, **changes)
 
-    @pytest.mark.parametrize("attempts", [[], ..., [3], [{}], [{"ending": "asleep", "why": "a nap"}]])
-    def test_tells_of_one_process_at_least_whose_end_is_not_known(self, tmp_path: Path, attempts: Any) -> None:
-        record = self.read(tmp_path, attempts=attempts, time=1234.5)
-        assert record.attempts == [Attempt(1, 0, "", 1234.5, None, 0, 0, Ending.FAILED, "not known")]
-
-    def test_counts_attempts_that_do_not_say_their_number(self, tmp_path: Path) -> None:
-        record = self.read(tmp_path, attempts=[{"resumed_from": 3}, {"pid": 7}])
-        assert [(each.number, each.pid, each.resumed_from) for each in record.attempts] == [(1, 0, None), (2, 7, None)]
-
-    @pytest.mark.parametrize("field", ["postmortem", "saving"])
-    def test_leaves_out_what_is_of_another_kind(self, tmp_path: Path, field: str) -> None:
-        assert getattr(self.read(tmp_path, **{field: 3}), field) is None
+    def test_set_aside_is_there_under_another_name(self, tmp_path: Path) -> None:
+        (tmp_path / RECORD_FILE).write_text("{")
+        RunRecord.set_aside(tmp_path)
+        assert [each.name for each in tmp_path.iterdir()] == [f"{RECORD_FILE}.unreadable"]
+        assert RunRecord.read(tmp_path) is None
 
     @pytest.mark.parametrize(("attempt", "step", "last"), [(1, 9, 9), (1, 3, 4), (2, 9, 4)])
     def test_takes_in_how_far_the_killed_process_came(
@@ -267,7 +198,7 @@ class TestARecord:
         assert record.newest.call == 52
 
     def test_marks_where_each_begins(self, tmp_path: Path) -> None:
-        record = record_of(tmp_path, saving=None)
+        record = record_of(tmp_path)
         assert read_mark(tmp_path) == (1, 0)
         record.close()
         record.note_step(5)
@@ -288,7 +219,7 @@ class TestARecord:
     def test_is_left_alone_where_it_is_that_of_another_process(self, tmp_path: Path) -> None:
         record = RunRecord(tmp_path, "run", kept=False)
         record.begin_attempt(None, 0)
-        record.about_to_save("checkpoint-8")
+        record.write()
         assert list(tmp_path.iterdir()) == []
 
     def test_that_cannot_be_written_is_told_of_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -303,7 +234,7 @@ class TestARecord:
 
     def test_of_a_directory_is_that_of_the_first_call_in_a_process(self, tmp_path: Path) -> None:
         assert first_call(tmp_path)
-        record_of(tmp_path, saving=None)
+        record_of(tmp_path)
         assert not first_call(tmp_path)
         assert not first_call(Path(os.path.relpath(tmp_path)))
         assert first_call(tmp_path / "elsewhere")

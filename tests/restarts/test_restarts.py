@@ -30,7 +30,6 @@ from conftest import (
 from transformers import TrainerCallback
 
 from self_healing import FAILURE_RECIPES, FailureType, HealingConfig, HealingReport, SelfHealingTrainer
-from self_healing.healers.restarts.start import was_writing
 from self_healing.hf.trainer_state import load_generated
 from self_healing.run.record import _CALLS, RECORD_FILE, Ending, RunRecord
 from self_healing.run.status import STATUS_FILE
@@ -115,70 +114,14 @@ def test_a_kill_while_a_checkpoint_is_written_costs_that_checkpoint(
     assert [event["path"] for event in journal(job, "checkpoint_chosen")] == [str(job / "checkpoint-4")]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "none"])
-def test_a_kill_before_a_checkpoint_is_marked_costs_nothing(
-    tmp_path: Path, plain: dict[str, Any], start: Callable[..., int], launcher: str
-) -> None:
-    job = tmp_path / "job"
-    options = {"fault": "sigkill_before_the_marker", "step": 8, "launcher": launcher, "resume": "auto"}
-    assert [start(job, 0, **options), start(job, 1, **options)] == [-9, 0]
-    assert journal(job, "run_started")[-1]["resumed_from"] == str(job / "checkpoint-8")
-    # It is the same run, and knows what ended the process before it.
-    assert len({event["run"] for event in journal(job)}) == 1
-    (incident,) = job_result(job)["incidents"]
-    assert (incident["failure"], incident["steps_lost"]) == ("process_died", 0)
-    assert job_result(job)["weights"] == plain["weights"]
-    assert job_result(job)["losses"] == plain["losses"]
-
-
-def test_metrics_go_on_after_a_kill_before_a_checkpoint_is_marked(
+def test_a_kill_before_a_checkpoint_is_marked_goes_on_from_the_one_before(
     tmp_path: Path, plain: dict[str, Any], start: Callable[..., int]
 ) -> None:
     job = tmp_path / "job"
     options = {"fault": "sigkill_before_the_marker", "step": 8, "resume": "auto"}
     assert [start(job, 0, **options), start(job, 1, **options)] == [-9, 0]
-    assert job_result(job)["history"] == plain["history"]
-
-
-def test_generated_rows_go_on_after_a_kill_before_a_checkpoint_is_marked(
-    tmp_path: Path, start: Callable[..., int]
-) -> None:
-    # Saved in the middle of a generation cycle of four steps.
-    cycle = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "save_steps": 3, "max_steps": 6}
-    options = {"trainer": "grpo", "arguments": cycle, "resume": "auto", "launcher": "none"}
-    assert start(tmp_path / "whole", 0, **options) == 0
-    job, fault = tmp_path / "job", {"fault": "sigkill_before_the_marker", "step": 3}
-    assert [start(job, 0, **options, **fault), start(job, 1, **options, **fault)] == [-9, 0]
-    assert journal(job, "run_started")[-1]["resumed_from"] == str(job / "checkpoint-3")
-    assert job_result(job)["weights"] == job_result(tmp_path / "whole")["weights"]
-
-
-@pytest.mark.slow
-def test_a_kill_after_a_resume_from_an_unmarked_checkpoint_goes_on_from_it_again(
-    tmp_path: Path, plain: dict[str, Any], start: Callable[..., int]
-) -> None:
-    job = tmp_path / "job"
-    assert start(job, 0, fault="sigkill_before_the_marker", step=4) == -9
-    assert start(job, 1, fault="sigkill_before_the_marker", step=8, times=2) == -9
-    (job / "checkpoint-8" / "trainer_state.json").unlink()
-    assert start(job, 2) == 0
     assert journal(job, "run_started")[-1]["resumed_from"] == str(job / "checkpoint-4")
     assert job_result(job)["weights"] == plain["weights"]
-
-
-def test_a_checkpoint_without_a_marker_that_was_there_before_is_not_taken_for_the_runs_own(tmp_path: Path) -> None:
-    record = RunRecord(tmp_path, "run")
-    record.begin_attempt(None, 0, marks=False)
-    for step in (4, 8):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
-    record.about_to_save("checkpoint-8")
-    read = RunRecord.read(tmp_path)
-    assert read is not None
-    assert was_writing(read, tmp_path / "checkpoint-8")
-    assert not was_writing(read, tmp_path / "checkpoint-4")
-    os.utime(tmp_path / "checkpoint-8" / "trainer_state.json", (0, 0))
-    assert not was_writing(read, tmp_path / "checkpoint-8")
 
 
 @pytest.mark.parametrize("damage", ["truncate", pytest.param("nan", marks=pytest.mark.slow)])
@@ -682,6 +625,8 @@ def test_where_the_record_cannot_be_read_a_restart_takes_the_newest_checkpoint(
     assert start(job, fault="sigkill", step=6) == -9
     (job / RECORD_FILE).write_text("{")
     assert start(job, restarts=1) == 0
+    assert (job / f"{RECORD_FILE}.unreadable").read_text() == "{"
+    assert "It is set aside" in job_log(job)
     assert [event["path"] for event in journal(job, "checkpoint_chosen")] == [str(job / "checkpoint-4")]
     assert job_result(job)["weights"] == plain["weights"]
 

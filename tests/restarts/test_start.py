@@ -4,47 +4,39 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from self_healing import HealingConfig
-from self_healing.checkpoints.choice import CheckpointError
 from self_healing.checkpoints.marker import write_marker
-from self_healing.checkpoints.vetting import Readers, Verdict
-from self_healing.healers.restarts import start as module
+from self_healing.checkpoints.vetting import Verdict
 from self_healing.healers.restarts.shared_memory import SharedStep
 from self_healing.healers.restarts.start import (
     Start,
     continues,
-    find_start,
     note_start,
     of_this_job,
     start_of,
     step_in,
     still_alive,
     trains_beside,
-    was_started_by,
 )
 from self_healing.journal.journal import Journal
-from self_healing.run.record import _CALLS, RECORD_FILE, Attempt, Ending, RunRecord
+from self_healing.run.record import _CALLS, Attempt, Ending, RunRecord
 from self_healing.system.files import STATE_FILE
 from self_healing.system.processes import Launch, Process
 
 
 PLAIN = Launch("none", 0, None)
-# An agent that is older than all of them has started the process again; SLURM has.
-TORCHRUN = Launch("torchrun", 1, 2, by_agent=True, agent_age=1e12)
-ELASTIC = Launch("torchrun", 0, 3, agent_age=1000.0, agent_is_parent=True, rendezvous="job")
+# The agent that has started all of them has started the process again; SLURM has.
+TORCHRUN = Launch("torchrun", 1, 2, by_agent=True, agent="agent", job="17")
 SLURM = Launch("slurm", 1, None, requeued=True, job="17")
 POD = Launch("none", 0, None, in_a_pod=True)
 
@@ -59,7 +51,7 @@ def _first_process() -> Iterator[None]:
 
 
 def record_of(directory: Path, ending: Ending = Ending.RUNNING, **fields: Any) -> RunRecord:
-    given = {"first_step": 4, "last_step": 6, "ending": ending, "job": "17", **fields}
+    given = {"first_step": 4, "last_step": 6, "ending": ending, "job": "17", "agent": "agent", **fields}
     return RunRecord(directory, "run", [Attempt(1, 999_999_999, socket.gethostname(), 1000.0, **given)])
 
 
@@ -99,45 +91,9 @@ class TestAStart:
 
 
 class TestTheJobOfARecord:
-    @pytest.mark.parametrize(("agent_age", "of_this"), [(700.0, True), (599.0, True), (590.0, False), (None, True)])
-    def test_torchrun_knows_its_own_by_the_time(self, tmp_path: Path, agent_age: float | None, of_this: bool) -> None:
-        record = record_of(tmp_path)
-        record.newest.began = time.time() - 600.0
-        assert of_this_job(record, replace(TORCHRUN, agent_age=agent_age)) is of_this
-
-    @pytest.mark.parametrize("clock", [-86_400.0, 86_400.0])
-    def test_on_its_own_machine_whatever_the_clock_was_set_to(self, tmp_path: Path, clock: float) -> None:
-        record, here = record_of(tmp_path), Process.this_one()
-        record.newest.machine, record.newest.process_began = here.machine, here.began
-        record.newest.began = time.time() + clock
-        assert of_this_job(record, replace(TORCHRUN, agent_age=here.age + 60.0))
-        assert not of_this_job(record, replace(TORCHRUN, agent_age=here.age - 60.0))
-
-    @pytest.mark.parametrize(
-        ("fields", "of_it"),
-        [
-            ({}, True),
-            ({"agent_age": 10.0}, False),
-            ({"agent_age": None}, False),
-            ({"agent_is_parent": False}, False),
-            ({"rendezvous": "another"}, False),
-            ({"rendezvous": ""}, False),
-        ],
-    )
-    def test_torchrun_starts_processes_again_without_counting_it(
-        self, tmp_path: Path, fields: dict[str, Any], of_it: bool
-    ) -> None:
-        # As where nodes join or leave.
-        record = record_of(tmp_path, Ending.PREEMPTED, rendezvous=fields.get("rendezvous", "job") and "job")
-        record.newest.began = time.time() - 600.0
-        assert was_started_by(replace(ELASTIC, **fields), record) is of_it
-
-    @pytest.mark.parametrize("ending", [Ending.FINISHED, Ending.RUNNING])
-    def test_not_one_that_has_ended_or_lives(self, tmp_path: Path, ending: Ending) -> None:
-        parent = Process.of(os.getppid())
-        record = record_of(tmp_path, ending, rendezvous="job")
-        record.newest.pid, record.newest.process_began = parent.pid, parent.began
-        assert not was_started_by(ELASTIC, record)
+    @pytest.mark.parametrize(("fields", "of_this"), [({}, True), ({"agent": "other"}, False), ({"job": "18"}, False)])
+    def test_torchrun_knows_its_own(self, tmp_path: Path, fields: dict[str, Any], of_this: bool) -> None:
+        assert of_this_job(record_of(tmp_path), replace(TORCHRUN, **fields)) is of_this
 
     @pytest.mark.parametrize(
         ("job", "requeued", "of_this"), [("17", True, True), ("18", True, False), ("17", False, 0)]
@@ -145,10 +101,8 @@ class TestTheJobOfARecord:
     def test_slurm_by_its_id(self, tmp_path: Path, job: str, requeued: bool, of_this: bool) -> None:
         assert of_this_job(record_of(tmp_path), replace(SLURM, job=job, requeued=requeued)) == of_this
 
-    def test_of_a_requeued_torchrun_either_tells(self, tmp_path: Path) -> None:
-        record = record_of(tmp_path)
-        record.newest.began = 100.0
-        assert of_this_job(record, replace(TORCHRUN, requeued=True, job="17"))
+    def test_of_a_requeued_torchrun_the_job_tells(self, tmp_path: Path) -> None:
+        assert of_this_job(record_of(tmp_path), replace(TORCHRUN, requeued=True, agent="another"))
 
     def test_only_a_launcher_that_has_started_it_again_goes_on_by_itself(self, tmp_path: Path) -> None:
         record = record_of(tmp_path)
@@ -200,11 +154,6 @@ class TestWhatACheckpointBegins:
         checkpoint = checkpoint_in(tmp_path, 4, other)
         assert start_of(checkpoint, record_of(tmp_path), PLAIN, False, True) == Start(checkpoint, 4)
         assert f"(run, which came to step 6): it belongs to {named}." in caplog.text
-
-    def test_one_that_lost_its_marker_is_still_of_the_run_that_wrote_it(self, tmp_path: Path) -> None:
-        record, checkpoint = record_of(tmp_path), checkpoint_in(tmp_path, 4, None)
-        record.newest.resumed_from = checkpoint
-        assert start_of(checkpoint, record, PLAIN, False, True).record is record
 
     def test_without_any_the_run_begins_again(self, tmp_path: Path) -> None:
         record = record_of(tmp_path)
@@ -295,7 +244,7 @@ class TestAnotherProcess:
         assert still_alive(parent) is False
 
     def test_a_launcher_that_has_started_it_again_knows_better(self, tmp_path: Path, parent: Attempt) -> None:
-        record = RunRecord(tmp_path, "run", [parent])
+        record = RunRecord(tmp_path, "run", [replace(parent, job="17", agent="agent")])
         assert trains_beside(record, PLAIN, False)
         assert trains_beside(record, replace(SLURM, job="18"), True)
         assert not trains_beside(record, TORCHRUN, True)
@@ -305,129 +254,14 @@ class TestAnotherProcess:
         assert not trains_beside(None, PLAIN, False)
 
 
-class TestFinding:
-    @pytest.fixture
-    def find(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Start]:
-        monkeypatch.setattr(module, "refuse_unwritable", lambda args: None)
-
-        def newest_of(
-            record: RunRecord, output_dir: str, passed_over: list[Verdict], readers: Readers
-        ) -> Verdict | None:
-            passed_over.append(Verdict("checkpoint-8", 8, False, "torn", "unmarked"))
-            return self.newest
-
-        def resolve(requested: Any, output_dir: str, passed_over: list[Verdict], readers: Readers) -> Verdict | None:
-            self.resolved.append(requested)
-            return Verdict(checkpoint_in(tmp_path, 2), 2, True, "", "unverified")
-
-        self.newest: Verdict | None = Verdict(checkpoint_in(tmp_path, 4), 4, True, "", "unverified")
-        self.resolved: list[Any] = []
-        monkeypatch.setattr(module, "newest_of", newest_of)
-        monkeypatch.setattr(module, "resolve_checkpoint", resolve)
-
-        def find(requested: Any = None, launch: Launch = PLAIN, **settings: Any) -> Start:
-            monkeypatch.setattr(module, "launch_of", lambda: launch)
-            trainer = SimpleNamespace(
-                args=SimpleNamespace(
-                    output_dir=str(tmp_path), process_index=0, device=torch.device("cpu"), save_on_each_node=False
-                )
-            )
-            return find_start(trainer, HealingConfig(**settings), requested)
-
-        return find
-
-    def write(self, directory: Path, **fields: Any) -> None:
-        record_of(directory, **fields).write()
-
-    def test_a_new_run_looks_at_nothing(self, find: Callable[..., Start]) -> None:
-        assert find() == Start(None)
-        assert self.resolved == []
-
-    def test_what_is_asked_for_is_resolved(self, find: Callable[..., Start], tmp_path: Path) -> None:
-        assert (find("auto").step, self.resolved) == (2, ["auto"])
-
-    def test_a_restart_goes_on_with_the_newest_of_its_run(self, find: Callable[..., Start], tmp_path: Path) -> None:
-        self.write(tmp_path)
-        start = find("checkpoint-0", TORCHRUN)
-        assert (start.step, start.run, start.beside, self.resolved) == (4, "run", False, [])
-        assert [verdict.path for verdict in start.passed_over] == ["checkpoint-8"]
-
-    def test_before_its_first_checkpoint_with_what_it_was_asked_for(
-        self, find: Callable[..., Start], tmp_path: Path
-    ) -> None:
-        self.write(tmp_path)
-        self.newest = None
-        start = find("auto", TORCHRUN)
-        assert (start.step, start.run, self.resolved) == (2, "run", ["auto"])
-
-    def test_where_that_is_one_it_never_finished_it_begins_anew(
-        self, find: Callable[..., Start], tmp_path: Path
-    ) -> None:
-        self.write(tmp_path)
-        self.newest = None
-        shutil.rmtree(tmp_path / "checkpoint-4")
-        torn, elsewhere = tmp_path / "checkpoint-3", str(tmp_path / "elsewhere" / "checkpoint-3")
-        torn.mkdir()
-        for requested, launch in ((str(torn), TORCHRUN), (True, TORCHRUN), (elsewhere, TORCHRUN), (str(torn), PLAIN)):
-            find(requested, launch)
-            shutil.rmtree(tmp_path / "checkpoint-2")
-        assert self.resolved == ["auto", "auto", elsewhere, str(torn)]
-
-    def test_so_does_one_that_no_launcher_has_counted(self, find: Callable[..., Start], tmp_path: Path) -> None:
-        self.write(tmp_path, ending=Ending.PREEMPTED, rendezvous="job")
-        start = find(None, replace(ELASTIC, agent_age=1e12))
-        assert (start.step, start.run, start.by_agent) == (4, "run", True)
-        assert find(None, replace(ELASTIC, agent_age=1e12), resume_after_restart=False).run is None
-
-    def test_it_may_be_switched_off(self, find: Callable[..., Start], tmp_path: Path) -> None:
-        self.write(tmp_path)
-        assert find(None, TORCHRUN, resume_after_restart=False) == Start(None)
-
-    @pytest.mark.parametrize(
-        ("launch", "requested", "resolved"),
-        [(TORCHRUN, None, ["auto"]), (TORCHRUN, True, [True]), (TORCHRUN, False, [False]), (PLAIN, None, [])],
-    )
-    def test_where_the_record_cannot_be_read_a_restart_takes_the_newest(
-        self, find: Callable[..., Start], tmp_path: Path, launch: Launch, requested: Any, resolved: list[Any]
-    ) -> None:
-        (tmp_path / RECORD_FILE).write_text("{")
-        assert find(requested, launch).record is None
-        assert self.resolved == resolved
-
-    def test_beside_another_process_its_record_is_left_alone(
-        self, find: Callable[..., Start], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        self.write(tmp_path)
-        monkeypatch.setattr(module, "still_alive", lambda attempt: True)
-        start = find("auto")
-        assert (start.beside, start.record, start.step) == (True, None, 2)
-
-    def test_what_one_process_cannot_find_all_are_told(
-        self, find: Callable[..., Start], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        error = CheckpointError("there is none")
-
-        def refuse(*_: Any) -> None:
-            raise error
-
-        monkeypatch.setattr(module, "resolve_checkpoint", refuse)
-        with pytest.raises(CheckpointError) as caught:
-            find(True)
-        assert caught.value is error
-        args = SimpleNamespace(process_index=1, device=torch.device("cpu"), save_on_each_node=False)
-        trainer = SimpleNamespace(args=args)
-        monkeypatch.setattr(module.consensus, "from_first_rank", lambda *_: (Start(None), "there is none"))
-        with pytest.raises(CheckpointError, match="there is none"):
-            find_start(trainer, HealingConfig(), True)
-
-    def test_it_is_journaled(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        journal = Journal(tmp_path, HealingConfig(), run_id="run")
-        torn = Verdict("checkpoint-8", 8, False, "torn", "unmarked")
-        note_start(journal, Start(checkpoint_in(tmp_path, 4), 4, passed_over=(torn,)), "out")
-        passed, chosen = [json.loads(line) for line in journal.path.read_text().splitlines()]
-        assert (passed["kind"], passed["step"], passed["path"]) == ("checkpoint_passed_over", 8, "checkpoint-8")
-        assert (chosen["kind"], chosen["step"], chosen["standing"]) == ("checkpoint_chosen", 4, "unverified")
-        assert "starts anew" not in caplog.text
-        note_start(journal, Start(None, passed_over=(replace(torn, step=None),)), "out")
-        assert json.loads(journal.path.read_text().splitlines()[-1])["step"] == 0
-        assert "No checkpoint in out can be resumed from; the run starts anew." in caplog.text
+def test_where_a_run_begins_is_journaled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = Journal(tmp_path, HealingConfig(), run_id="run")
+    torn = Verdict("checkpoint-8", 8, False, "torn", "unmarked")
+    note_start(journal, Start(checkpoint_in(tmp_path, 4), 4, passed_over=(torn,)), "out")
+    passed, chosen = [json.loads(line) for line in journal.path.read_text().splitlines()]
+    assert (passed["kind"], passed["step"], passed["path"]) == ("checkpoint_passed_over", 8, "checkpoint-8")
+    assert (chosen["kind"], chosen["step"], chosen["standing"]) == ("checkpoint_chosen", 4, "unverified")
+    assert "starts anew" not in caplog.text
+    note_start(journal, Start(None, passed_over=(replace(torn, step=None),)), "out")
+    assert json.loads(journal.path.read_text().splitlines()[-1])["step"] == 0
+    assert "No checkpoint in out can be resumed from; the run starts anew." in caplog.text

@@ -20,7 +20,7 @@ from ...journal.journal import Journal
 from ...run.incidents import Outcomes
 from ...run.run import RecoveryBudget
 from ...system import processes
-from ...system.files import Stateful, take_over, take_over_whole
+from ...system.files import Stateful, take_over_whole
 from ...system.random_state import Repeatability
 from .clipping import StepClipping
 from .detectors.panel import DetectorPanel
@@ -161,33 +161,17 @@ class NumericsState:
             "rate_after_reduction": self.rate_after_reduction
         }
 
-    def readable_recovery_state(self, recorded: Mapping[str, Any], odd: list[str]) -> dict[str, Any]:
-        """Takes of a recorded state what can be read: a damaged part costs that part."""
-        budget, rate = RecoveryBudget(self.config), LearningRateControl(self.config)
-        parts: dict[str, Stateful] = {
-            "budget": budget,
-            "ladder": RollbackLadder(self.config, budget),
-            "learning_rate": rate,
-        }
-        for name, part in parts.items():
-            take_over(part, recorded.get(name), f"memory.{name}", odd)
-        if "memory.learning_rate.reductions" in odd and rate.touched:
-            # How often it was reduced is not known, and that it was is.
-            rate.reductions = max(rate.reductions, 1)
-        reduced = recorded.get("rate_after_reduction")
-        readable = {name: part.state_dict() for name, part in parts.items()}
-        return readable | {"rate_after_reduction": reduced if isinstance(reduced, float) else None}
-
     def load_recovery_state(self, recorded: Mapping[str, Any]) -> None:
         """Takes over budgets and learning rate as the process before this one left them, later than any checkpoint."""
-        for name, part in (("budget", self.budget), ("ladder", self.ladder)):
-            if name in recorded:
-                part.load_state_dict(recorded[name])
-        rate = recorded.get("learning_rate")
-        if rate is not None and rate["reductions"] > self.learning_rate.reductions:
+        rate, reduced = LearningRateControl(self.config), recorded.get("rate_after_reduction")
+        parts: dict[str, Stateful] = {"budget": self.budget, "ladder": self.ladder, "learning_rate": rate}
+        for name, part in parts.items():
+            if name in recorded and not take_over_whole(part, recorded[name]):
+                logger.warning("What the run record says of %s cannot be read, and counts as not known.", name)
+        if rate.reductions > self.learning_rate.reductions:
             # What failed with the higher rate after the checkpoint was written would fail again.
-            self.learning_rate.load_state_dict(rate)
-            self.rate_after_reduction = recorded.get("rate_after_reduction")
+            self.learning_rate.load_state_dict(rate.state_dict())
+            self.rate_after_reduction = reduced if isinstance(reduced, float) else None
 
     def reset_ladder(self) -> None:
         """Begins the ladder at its first rung: the run was started again on purpose."""

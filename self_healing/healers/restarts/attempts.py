@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,20 +16,18 @@ from ...checkpoints.marker import read_marker, step_of
 from ...failures.classify import describe_exception
 from ...failures.recipes import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
 from ...hf.adapter import Instrument
-from ...hf.trainer_state import Leave, Pending, ResumePoint, load_generated
+from ...hf.trainer_state import PENDING, Pending, ResumePoint, load_generated
 from ...journal.incident import Incident
 from ...ranks import votes
 from ...rollback.shared_memory import StateUnusable
 from ...run.incidents import may_be_repeated
-from ...run.record import Attempt, Ending, RunRecord, warn_about_parts
+from ...run.record import Attempt, Ending, RunRecord
 from ...run.run import RunContext
 from ...run.status import RunState, StatusKeeper
-from ...system import processes
 from ...system.files import POSTMORTEM_FILE, STATE_FILE
 from ...system.processes import launch_of
-from .emergency import owed_in, write_again
 from .shared_memory import MemoryStart
-from .start import Start, bookkeeping_of, note_checkpoint
+from .start import Start, note_checkpoint
 
 
 logger = logging.getLogger("self_healing")
@@ -40,28 +37,19 @@ logger = logging.getLogger("self_healing")
 
 
 class HealedSteps(Protocol):
-    """Holds what healing inside of steps has decided, for the next process, and what it has left open."""
+    """What healing inside of steps has decided, for the next process, and what it has left open."""
 
-    def recovery_state(self) -> dict[str, Any]:
-        """Gives what the record keeps of it, as JSON."""
+    def recovery_state(self) -> dict[str, Any]: ...
 
-    def readable_recovery_state(self, recorded: Mapping[str, Any], odd: list[str]) -> dict[str, Any]:
-        """Takes of a recorded state what can be read: a damaged part costs that part."""
+    def load_recovery_state(self, recorded: Mapping[str, Any]) -> None: ...
 
-    def load_recovery_state(self, recorded: Mapping[str, Any]) -> None:
-        """Takes over the state of the process before this one, later than any checkpoint."""
+    def reset_ladder(self) -> None: ...
 
-    def reset_ladder(self) -> None:
-        """Begins ladders at their first rung: the run was started again on purpose."""
+    def trained_steps(self, finished: int) -> int: ...
 
-    def trained_steps(self, finished: int) -> int:
-        """Of the steps that are finished, how many are in the weights."""
+    def close_outcomes(self, unfollowed: str | None = None) -> None: ...
 
-    def close_outcomes(self, unfollowed: str | None = None) -> None:
-        """Closes what waits for steps to come, because none will."""
-
-    def close_as_fatal(self, incident: Incident) -> None:
-        """Closes the incident the run ends with, and all that waits for steps to come."""
+    def close_as_fatal(self, incident: Incident) -> None: ...
 
 
 class Attempts:
@@ -116,10 +104,8 @@ class Attempts:
         self.record, self.taken_up = record, taken_up
         journal = self._run.journal
         if taken_up:
-            journal.take_up(_incidents_in(record), [entry["incident"] for entry in record.incidents])
-            odd: list[str] = []
-            record.recovery_state = self.steps.readable_recovery_state(record.recovery_state, odd)
-            warn_about_parts(odd)
+            incidents = [Incident.from_dict(entry) for entry in record.incidents]
+            journal.take_up(incidents, [entry["incident"] for entry in record.incidents])
             self.load_recovery_state()
             for incident in journal.incidents:
                 if incident.outcome == "open":
@@ -144,11 +130,6 @@ class Attempts:
         record.recovery_state = self.steps.recovery_state()
         record.write()
 
-    def about_to_write(self, checkpoint: Path, bookkeeping: Mapping[str, Any]) -> None:
-        """A checkpoint of any kind is about to be written, and its marker after it."""
-        if self.record is not None and self._run.journal.rank == 0:
-            self.record.about_to_save(os.path.relpath(checkpoint, self.record.directory), bookkeeping)
-
     # ---- the status ----
 
     def tell_status(self, output_dir: Path, max_steps: int) -> None:
@@ -170,7 +151,7 @@ class Attempts:
             return
         marks = self._run.journal.rank == 0
         launch = launch_of()
-        attempt = self.record.begin_attempt(checkpoint, step, marks, launch.job, launch.rendezvous)
+        attempt = self.record.begin_attempt(checkpoint, step, marks, launch.job, launch.agent)
         attempt.rows = self.rows
         self._entries_before = attempt.number - 1
         self.write()
@@ -215,20 +196,6 @@ def _left(status: StatusKeeper, instrument: Instrument) -> None:
     error = sys.exc_info()[1]
     if error is not None and not instrument.failsafe.switched_off:
         status.end(RunState.STOPPED, instrument.view.step, describe_exception(error))
-
-
-def _incidents_in(record: RunRecord) -> list[Incident]:
-    incidents, odd = [], list[str]()
-    for at, entry in enumerate(record.incidents):
-        if not entry["incident"]:
-            # Of which nothing could be read, which was told when it was.
-            continue
-        try:
-            incidents.append(Incident.from_dict(entry))
-        except Exception:
-            odd.append(f"incidents.{at}")
-    warn_about_parts(odd)
-    return incidents
 
 
 # ---- earlier attempts: takes up what earlier processes left of a run, or refuses to try it once more ----
@@ -441,37 +408,25 @@ def continue_bookkeeping(
     run: RunContext, attempts: Attempts, instrument: Instrument, resumed_from: str | None, step: int
 ) -> None:
     """
-    Takes over what was written down beside the checkpoint that was resumed from, and does first what is owed of it.
+    Takes over what was written down beside the checkpoint that was resumed from, and does first what is pending of it.
     """
     point = attempts.resume_point
     if point is not None and point.path == resumed_from:
-        owed = point.pending, point.bookkeeping
-        paid = instrument.reentry.continue_from(point, run.started_at)
-        if paid and not write_again(instrument, Path(point.path), run.run_id, point.leave, later=run.checksums):
-            point.pending, point.bookkeeping = owed
+        instrument.reentry.continue_from(point, run.started_at)
     elif resumed_from is not None:
         marker = read_marker(Path(resumed_from))
-        bookkeeping = bookkeeping_of(attempts.record, Path(resumed_from))
-        if marker is not None and marker.get("step") == step:
-            bookkeeping = marker["bookkeeping"]
+        bookkeeping = marker["bookkeeping"] if marker is not None and marker.get("step") == step else None
         if bookkeeping is not None:
             _take_over(instrument, bookkeeping)
             load_generated(instrument.trainer, Path(resumed_from))
-
-        def owed_there() -> tuple[Pending, Leave] | None:
-            return None if bookkeeping is None else owed_in(bookkeeping)
-
-        if attempts.in_memory(resumed_from):
-            # Each rank has left its own; what all of them take part in is the same.
-            owes = owed_there()
-        else:
-            owes = votes.from_first_rank("what is owed to the checkpoint", owed_there, instrument.view.device)
-        if owes is not None:
+        pending = Pending.from_dict(None if bookkeeping is None else bookkeeping.get(PENDING))
+        if not attempts.in_memory(resumed_from):
+            # Where each rank has left its own in memory, what all of them take part in is the same.
+            device = instrument.view.device
+            pending = votes.from_first_rank("what is pending of the checkpoint", lambda: pending, device)
+        if pending:
             # A process that had to leave, or was killed after an exception, had no time for it.
-            leave = instrument.reentry.deliver_pending(resumed_from, *owes, run.started_at)
-            # What several ranks have written together stays as it is, and owes it again if it is resumed from again.
-            if processes.world_size() == 1 and not attempts.in_memory(resumed_from):
-                write_again(instrument, Path(resumed_from), run.run_id, leave, later=run.checksums)
+            instrument.reentry.continue_in_another_process(resumed_from, pending, run.started_at)
 
 
 def _take_over(instrument: Instrument, bookkeeping: Mapping[str, Any]) -> None:

@@ -1,32 +1,28 @@
-"""Writes checkpoints after an exception left `train()`, and into their marker what is owed to the step."""
+"""Writes checkpoints after an exception left `train()`, and into their marker what is pending of the step."""
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.marker import ChecksumQueue, change_marker, load_marker, write_marker
+from ...checkpoints.marker import ChecksumQueue, change_marker, write_marker
 from ...checkpoints.retention import disk_full
 from ...failures.classify import classify_exception, could_not_be_written, describe_exception
 from ...failures.recipes import FailureType
 from ...hf.adapter import Instrument
 from ...hf.memory import free_memory, let_go
-from ...hf.saving import emergency_path, write_beside, write_checkpoint
-from ...hf.trainer_state import Leave, Pending, ResumePoint, save_generated
+from ...hf.saving import emergency_path, write_checkpoint
+from ...hf.trainer_state import PENDING, Pending, ResumePoint, save_generated
 from ...system import processes
 from ...system.files import BESIDE_DIR, EMERGENCY_DIR
 
 
 logger = logging.getLogger(__name__)
 
-# In the bookkeeping of a marker: the evaluation of the step has not been done.
-_OWES_EVALUATION = "owes_evaluation"
-# And whatever else its process still owed that step.
-_OWES = "owes"
 # How often an emergency checkpoint is written, where a fault strikes meanwhile.
 _WRITES = 2
 
@@ -35,7 +31,6 @@ def save_emergency_checkpoint(
     instrument: Instrument,
     run: str,
     give_way: Callable[[], bool] = lambda: False,
-    about_to_write: Callable[[Path, dict[str, Any]], None] = lambda path, bookkeeping: None,
     heals: bool = False,
     later: ChecksumQueue | None = None,
 ) -> ResumePoint | None:
@@ -45,19 +40,18 @@ def save_emergency_checkpoint(
     """
     if processes.world_size() > 1:
         return None
-    finished = instrument.reentry.rewind_to_last_step()
-    if finished is None:
+    point = instrument.reentry.rewind_to_last_step()
+    if point is None:
         return None
-    bookkeeping, pending, leave = finished
     path = emergency_path(instrument.trainer)
     # An earlier attempt of this step may have left one: it is there until the new one is whole.
     new = path.parents[1] / BESIDE_DIR / path.name if path.exists() else path
     for attempt in range(1, _WRITES + 1):
-        finite = instrument.saves.finite_once_healed(bookkeeping) if heals else not instrument.view.nonfinite_tensors()
+        saves, view = instrument.saves, instrument.view
+        finite = saves.finite_once_healed(point.bookkeeping) if heals else not view.nonfinite_tensors()
         if not finite:
             return None
-        exported = instrument.ledger.export() | owing(pending, leave)
-        about_to_write(new, exported)
+        exported = instrument.ledger.export() | {PENDING: point.pending.to_dict()}
         try:
             _write_emergency(instrument, new, path, run, exported, later)
         except Exception as error:
@@ -71,7 +65,8 @@ def save_emergency_checkpoint(
             break
         # Outside the handler: what the exception held is gone.
         free_memory(instrument.view.device)
-    return ResumePoint(instrument.view.step, str(path), bookkeeping, pending, leave)
+    point.path = str(path)
+    return point
 
 
 def _write_emergency(
@@ -99,35 +94,6 @@ def _write_emergency(
         if told is error:
             raise
         raise told from error
-
-
-def write_again(
-    instrument: Instrument, checkpoint: Path, run: str, leave: Leave, later: ChecksumQueue | None = None
-) -> bool:
-    """
-    Writes a checkpoint once more after what it owed is done, beside the one before, which is removed when the new one
-    is whole.
-    """
-    before = load_marker(checkpoint) or {}
-    new: Path | None = None
-    try:
-        new = write_beside(instrument.trainer, checkpoint)
-        bookkeeping = instrument.ledger.export() | owing(Pending(), leave)
-        standing = before.get("standing", "unverified")
-        emergency, finite = bool(before.get("emergency")), before.get("finite")
-        write_marker(new, run, instrument.view.step, bookkeeping, emergency, standing, finite, later)
-        _switch(new, checkpoint)
-    except Exception:
-        logger.warning(
-            "%s could not be written again after what its step still owed was done; it stays as it is, and a process "
-            "that resumes from it does that once more.",
-            checkpoint,
-            exc_info=True,
-        )
-        if new is not None:
-            shutil.rmtree(new, ignore_errors=True)
-        return False
-    return True
 
 
 def _switch(new: Path, old: Path) -> None:
@@ -164,37 +130,19 @@ def remove_emergency_checkpoints(output_dir: str) -> None:
     shutil.rmtree(Path(output_dir, EMERGENCY_DIR), ignore_errors=True)
 
 
-# ---- what is owed to the step of a checkpoint ----
+# ---- what is pending of the step of a checkpoint ----
 
 
 def bookkeeping_now(instrument: Instrument) -> dict[str, Any]:
     """Collects running losses, metrics, and what is still to be done for the step, for a marker."""
-    return instrument.ledger.export() | {_OWES_EVALUATION: instrument.leaving.owes_evaluation}
+    pending = Pending(evaluation=instrument.leaving.owes_evaluation)
+    return instrument.ledger.export() | {PENDING: pending.to_dict()}
 
 
-def owe_evaluation(checkpoint: Path) -> None:
+def leave_evaluation(checkpoint: Path) -> None:
     """Notes that the evaluation of its step is still to be done; a checkpoint without a marker is left as it is."""
 
     def change(content: dict[str, Any]) -> None:
-        content["bookkeeping"][_OWES_EVALUATION] = True
+        content["bookkeeping"][PENDING] = Pending(evaluation=True).to_dict()
 
     change_marker(checkpoint, change)
-
-
-def owed_in(bookkeeping: Mapping[str, Any]) -> tuple[Pending, Leave] | None:
-    """Reads from a marker what is still to be done for the step of its checkpoint; `None` if it is nothing."""
-    try:
-        entry = bookkeeping.get(_OWES) or {}
-        pending = Pending.from_dict(entry.get("pending", {}))
-        pending.evaluate = pending.evaluate or bool(bookkeeping.get(_OWES_EVALUATION))
-        leave = Leave(None, bool(entry.get("stop")), bool(entry.get("epoch_ended")))
-    except (AttributeError, TypeError):
-        # Written by another version, or damaged.
-        return None
-    return (pending, leave) if pending or leave.stop else None
-
-
-def owing(pending: Pending, leave: Leave) -> dict[str, Any]:
-    """Builds the entries of a marker that [`owed_in`] reads."""
-    entry = {"pending": pending.to_dict(), "stop": leave.stop, "epoch_ended": leave.epoch_ended}
-    return {_OWES_EVALUATION: pending.evaluate, _OWES: entry}

@@ -1,29 +1,36 @@
-"""How a run ends: checkpoint, postmortem, exit code; a device that is lost."""
+"""How a run ends: checkpoint, postmortem, exit code; a device that is lost; a failure of this library."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import json
 import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
 
 from ...checkpoints.choice import newest_checkpoint_of, newest_marked_checkpoint_of
 from ...checkpoints.marker import step_of
+from ...config.healing_config import HealingConfig
 from ...failures.classify import add_note, classify_exception, comes_from_a_collective, describe_exception
 from ...failures.recipes import (
     ASKS_FOR_A_NEW_RUN,
     FAILURE_RECIPES,
     Action,
     FailureType,
+    HealingFailed,
     UnrecoverableTrainingError,
     text_of,
 )
 from ...failures.retry import RetryPolicy
 from ...hf.adapter import Instrument
+from ...hf.hooks import is_meant
 from ...hf.objective import what_is_trained
 from ...hf.trainer_state import loads_more
 from ...journal.incident import Incident
@@ -35,7 +42,8 @@ from ...run.healer import CarryOut, HealingContext
 from ...run.record import Ending
 from ...run.run import RunContext
 from ...system import processes
-from ...system.processes import EXIT_FOR_RESTART, end_at_once, restarts_on_exit
+from ...system.files import OFF_FILE, replace_file
+from ...system.processes import EXIT_FOR_RESTART, end_at_once, log_safely, restarts_on_exit
 from .attempts import Attempts
 from .emergency import publish, remove_emergency_checkpoints, save_emergency_checkpoint
 from .preemption import Departure
@@ -282,6 +290,35 @@ class RunEnding:
         return str(self._trainer.args.output_dir)
 
 
+# ---- healing off: code of this library has failed on one of several ranks, and the job ends with it ----
+
+
+def switch_off_next_time(directory: Path, run: str, step: int, error: BaseException) -> None:
+    """Notes a failure of this library that ends a job of several ranks: the next start trains without healing."""
+    rank = processes.own_rank()
+    why = f"self_healing failed on rank {rank} at step {step}: {describe_exception(error)[:300]}"
+    noted = {"run": run or "without-healing", "step": step, "why": why}
+    text = "self_healing failed on rank %d at step %d, and the job ends. Please report this traceback."
+    log_safely(logger, logging.ERROR, text, rank, step, exc_info=error)
+    try:
+        replace_file(directory / OFF_FILE, json.dumps(noted, indent=1) + "\n")
+    except OSError:
+        logger.warning("That could not be written down: the next start will heal again.", exc_info=True)
+
+
+@contextlib.contextmanager
+def ending_the_job(config: HealingConfig, args: Any, *meant: type[Exception]) -> Iterator[None]:
+    """Has a failure of this library before the first step end a job of several ranks."""
+    try:
+        yield
+    except Exception as error:
+        lost = classify_exception(error) is FailureType.DEVICE
+        if processes.world_size() == 1 or isinstance(error, meant) or is_meant(error) or lost:
+            raise
+        switch_off_next_time(Path(config.healing_dir or args.output_dir), "", 0, error)
+        raise HealingFailed.on_rank(processes.own_rank(), 0, error) from error
+
+
 # ---- lost device: a device that is lost: nothing can be computed, saved or freed in this process any more ----
 
 
@@ -388,7 +425,6 @@ class LastResorts:
                 context.running,
                 self.run.run_id,
                 give_way=lambda: bool(checkpoints.give_way()),
-                about_to_write=self.attempts.about_to_write,
                 heals=context.error is not None,
                 later=self.run.checksums,
             )

@@ -9,9 +9,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from ...checkpoints.choice import newest_checkpoint_of
 from ...checkpoints.marker import step_of
@@ -42,39 +41,29 @@ if hasattr(signal, "SIGUSR1"):
 _OF_SIGUSR1, _OF_SIGTERM = 1, 4096
 # What a checkpoint may take longer than the longest one so far, and what leaving takes besides, in seconds.
 _SLOWER_SAVE, _LEAVING = 2.0, 2.0
-# How often is looked whether the main thread moves, in seconds.
-_GLANCE = 0.2
 # Written to the thread that waits for signals; no signal has this number.
 _NOTHING = b"\0"
 
 
 class Preemption:
-    """Listens to SIGTERM and SIGUSR1 for the time of a run."""
+    """Listens to SIGTERM and SIGUSR1 for the time of a run, and keeps its deadline."""
 
-    def __init__(
-        self,
-        deadline: float,
-        may_interrupt: Callable[[], bool],
-        longest_save: Callable[[], float],
-        still_training: Callable[[FrameType | None], bool],
-        note: Callable[[str], None],
-    ) -> None:
+    # In this process; one may be of a run that an exception has ended without a word.
+    _listening: ClassVar[list[Preemption]] = []
+
+    def __init__(self, departure: Departure, deadline: float) -> None:
         self.deadline = deadline
         self.requested: signal.Signals | None = None
         # By which signal all ranks have agreed to leave.
         self.agreed: signal.Signals | None = None
         self.raised: BaseException | None = None
-        self._may_interrupt = may_interrupt
-        self._longest_save = longest_save
-        self._still_training = still_training
-        self._note = note
+        # `None` once nothing is held of the run.
+        self._departure: Departure | None = departure
         self._earlier: dict[signal.Signals, Any] = {}
-        self._main: int | None = None
-        self._pid = self._wake = self._waits = -1
+        self._main = self._pid = self._wake = self._waits = -1
         # Whether signals are written to the thread by the interpreter itself.
         self._wakes = False
         self._thread: threading.Thread | None = None
-        self._probe: signal.Signals | None = None
         self._over = threading.Event()
         self._interrupting = False
 
@@ -85,33 +74,27 @@ class Preemption:
         if threading.current_thread() is not threading.main_thread():
             logger.info("train() does not run in the main thread: SIGTERM and SIGUSR1 are left as they are.")
             return
+        for stale in reversed([each for each in self._listening if not each._is_training(sys._getframe())]):
+            stale.release()
         self._main, self._pid = threading.get_ident(), os.getpid()
         self._waits, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         self._thread = threading.Thread(target=self._keep_the_deadline, name="self_healing preemption", daemon=True)
         self._thread.start()
-        found = {signum: signal.signal(signum, self._on_signal) for signum in EXIT_CODES}
-        self._earlier = {signum: _before_stale_ones(signum, handler) for signum, handler in found.items()}
-        self._have_signals_written(found)
-
-    def _have_signals_written(self, found: dict[signal.Signals, Any]) -> None:
-        """
-        Python runs a handler when the main thread is back from native code, which may be never: a collective whose
-        other side is gone. The number of the signal is written to the thread at once.
-        """
-        with contextlib.suppress(ValueError, OSError):
-            theirs = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-            abandoned = {id(run): run for handler in found.values() for run in _abandoned(handler)}
-            self._wakes = theirs in {-1, *(run._wake for run in abandoned.values())}
-            if not self._wakes:
-                signal.set_wakeup_fd(theirs)
-            for run in abandoned.values():
-                run._wakes = False
-                run._close()
+        self._earlier = {signum: signal.signal(signum, self._on_signal) for signum in EXIT_CODES}
+        # Python runs a handler when the main thread is back from native code, which may be never: a collective whose
+        # other side is gone. The number of the signal is written to the thread at once.
+        theirs = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        self._wakes = theirs == -1
+        if not self._wakes:
+            signal.set_wakeup_fd(theirs)
+        self._listening.append(self)
 
     def release(self) -> None:
         """Gives the signals back, where no other handler was installed since."""
         self._over.set()
+        if self in self._listening:
+            self._listening.remove(self)
         if self._wakes:
             self._wakes = False
             with contextlib.suppress(ValueError):
@@ -131,8 +114,7 @@ class Preemption:
             return
         with contextlib.suppress(OSError):
             os.write(self._wake, _NOTHING)
-        if self._thread is not threading.current_thread():
-            self._thread.join(1.0)
+        self._thread.join(1.0)
         if not self._thread.is_alive():
             os.close(self._wake)
             os.close(self._waits)
@@ -141,11 +123,13 @@ class Preemption:
     def forget(self) -> None:
         """Holds on to nothing of a run that has ended without a word."""
         self._over.set()
-        self._may_interrupt, self._longest_save = (lambda: False), (lambda: 0.0)
-        self._still_training, self._note = (lambda frame: False), (lambda why: None)
+        self._departure = None
         if self._thread is not None:
             with contextlib.suppress(OSError):
                 os.write(self._wake, _NOTHING)
+
+    def _is_training(self, frame: FrameType | None) -> bool:
+        return self._departure is not None and self._departure.still_training(frame)
 
     @property
     def exit_code(self) -> int:
@@ -173,16 +157,13 @@ class Preemption:
             signal.signal(signum, signal.SIG_DFL if earlier is None else earlier)
             os.kill(os.getpid(), signum)
             return
-        if signum == self._probe:
-            self._probe = None
-            return
         if self._interrupting:
             # Sent by the thread below, which has waited long enough.
             self._interrupting = False
-            if not self._over.is_set() and self._may_interrupt():
+            if not self._over.is_set() and self._departure is not None and self._departure.may_be_interrupted():
                 raise Interruption("the step did not end in time to be saved", FailureType.PREEMPTED)
             return
-        if not self._still_training(frame):
+        if not self._is_training(frame):
             if signal.getsignal(signum) == self._on_signal:
                 self.release()
                 os.kill(os.getpid(), signum)
@@ -190,8 +171,7 @@ class Preemption:
                 # Whoever has the signal now has passed it on.
                 self._call_earlier(signal.Signals(signum), frame)
             return
-        first = self.requested is None
-        if first:
+        if self.requested is None:
             # Nothing is logged here, no thread is started and no lock is taken: the handler may have interrupted the
             # very code that holds it.
             self.requested = signal.Signals(signum)
@@ -208,52 +188,32 @@ class Preemption:
         except BaseException as error:
             self.raised = self.raised or error
 
-    def _must_be_left_by(self, came: float) -> float:
-        """Gives the time by which a step is left, so that its state is saved before the deadline."""
-        reserve = _SLOWER_SAVE * self._longest_save() + _LEAVING
-        return came + max(self.deadline - reserve, self.deadline / 2)
+    # ---- the deadline, in a thread of its own ----
 
     def _first_request(self) -> float | None:
         """Waits for a signal that is meant for the run; when it came, or `None` if the run is over before."""
         while True:
-            number = os.read(self._waits, 1)
+            number = os.read(self._waits, 1)[0]
             came = time.monotonic()
             if self._over.is_set():
                 return None
-            if number[0] in EXIT_CODES and self._is_meant(signal.Signals(number[0]), came):
-                self.requested = self.requested or signal.Signals(number[0])
+            if number in EXIT_CODES and (self.requested or signal.getsignal(number) == self._on_signal):
+                self.requested = self.requested or signal.Signals(number)
                 return came
-
-    def _is_meant(self, signum: signal.Signals, came: float) -> bool:
-        """
-        Whether a signal that was written is one that the handler has taken for a request, or cannot take, because the
-        main thread does not come back. A child that was forked a moment ago writes its signals to the same place.
-        """
-        others = [each for each in EXIT_CODES if each != signum and signal.getsignal(each) == self._on_signal]
-        if not self._over.wait(_GLANCE) and self.requested is None and others and self._main is not None:
-            # Answered as soon as the main thread runs Python, and after the handler of the signal itself.
-            self._probe = others[0]
-            with contextlib.suppress(ProcessLookupError):
-                signal.pthread_kill(self._main, self._probe)
-        while time.monotonic() < self._must_be_left_by(came):
-            if self.requested is not None:
-                return True
-            if self._over.wait(_GLANCE):
-                return False
-            if others and self._probe is None:
-                return self.requested is not None
-        return not self._over.is_set()
 
     def _keep_the_deadline(self) -> None:
         came = self._first_request()
-        if came is None:
+        departure = self._departure
+        if came is None or departure is None:
             return
-        ends = came + self.deadline
-        if not self._over.wait(max(self._must_be_left_by(came) - time.monotonic(), 0.0)) and self._main is not None:
+        # A step is left so that its state is saved before the deadline.
+        reserve = _SLOWER_SAVE * departure.longest_save() + _LEAVING
+        left_by = came + max(self.deadline - reserve, self.deadline / 2)
+        if not self._over.wait(max(left_by - time.monotonic(), 0.0)):
             self._interrupting = True
             with contextlib.suppress(ProcessLookupError):
                 signal.pthread_kill(self._main, self.requested or signal.SIGTERM)
-        if self._over.wait(max(ends - time.monotonic(), 0.0)):
+        if self._over.wait(max(came + self.deadline - time.monotonic(), 0.0)):
             return
         text = (
             f"The process did not come to an end within {self.deadline:g} s of "
@@ -261,26 +221,22 @@ class Preemption:
             "from the newest complete checkpoint."
         )
         with contextlib.suppress(Exception):
-            self._note(text)
+            departure.end_at_the_deadline(text)
         logging.shutdown()
         os._exit(self.exit_code)
 
 
-def _abandoned(handler: Any) -> Iterator[Preemption]:
-    """Runs that an exception has ended without a word, and whose handlers are still there."""
-    owner = getattr(handler, "__self__", None)
-    while isinstance(owner, Preemption) and not owner._still_training(sys._getframe()):
-        yield owner
-        owner = getattr(next(iter(owner._earlier.values()), None), "__self__", None)
+def _write_no_signals_of_a_child() -> None:
+    """A forked child has the handlers of its parent, and would write its signals to the parent's thread."""
+    with contextlib.suppress(ValueError):
+        theirs = signal.set_wakeup_fd(-1)
+        if theirs not in [each._wake for each in Preemption._listening]:
+            signal.set_wakeup_fd(theirs)
 
 
-def _before_stale_ones(signum: signal.Signals, handler: Any) -> Any:
-    """Looks past handlers of runs that an exception has ended without an event."""
-    owner = getattr(handler, "__self__", None)
-    while isinstance(owner, Preemption) and not owner._still_training(sys._getframe()):
-        handler = owner._earlier.get(signum, signal.SIG_DFL)
-        owner = getattr(handler, "__self__", None)
-    return handler
+if hasattr(os, "register_at_fork"):
+    # Not on Windows.
+    os.register_at_fork(after_in_child=_write_no_signals_of_a_child)
 
 
 def _is_just_in_time(handler: Any) -> bool:
@@ -299,13 +255,7 @@ class Departure:
         self._attempts = attempts
         # Whether the run ends with the step that was finished last.
         self.begun = False
-        self.preemption = Preemption(
-            run.config.preemption_deadline,
-            self._may_be_interrupted,
-            self._longest_save,
-            self.still_training,
-            self._end_at_the_deadline,
-        )
+        self.preemption = Preemption(self, run.config.preemption_deadline)
 
     @property
     def asked(self) -> bool:
@@ -361,16 +311,16 @@ class Departure:
             why = "an exception that this callback did not see"
             self._attempts.status.end(RunState.STOPPED, self._run.step, why)
 
-    def _may_be_interrupted(self) -> bool:
+    def may_be_interrupted(self) -> bool:
         """Whether the step can be left where it is: only where `train()` is entered again is anything saved of it."""
         instrument = self._run.attachment.instrument
         return self._run.may_enter_again and instrument is not None and instrument.may_be_left
 
-    def _longest_save(self) -> float:
+    def longest_save(self) -> float:
         instrument = self._run.attachment.instrument
         return 0.0 if instrument is None else instrument.saves.longest
 
-    def _end_at_the_deadline(self, why: str) -> None:
+    def end_at_the_deadline(self, why: str) -> None:
         run = self._run
         run.journal.event("preemption_deadline", run.step, why=why)
         code = self.preemption.exit_code

@@ -40,7 +40,6 @@ from ...rollback.shared_memory import (
 )
 from ...rollback.snapshots import Snapshot
 from ...system import processes
-from .emergency import owing
 
 
 logger = logging.getLogger("self_healing")
@@ -280,16 +279,14 @@ class LastStep:
         if not shared.active:
             return None
         versions = _versions(live)
-        finished = instrument.reentry.rewind_to_last_step()
-        if finished is None:
+        point = instrument.reentry.rewind_to_last_step()
+        if point is None:
             return None
-        bookkeeping, pending, leave = finished
         weights = Replicas(instrument.trainer).fingerprint()
-        left = AtTheEnd(pending.meetings(instrument.trainer, leave), weights, alone)
+        left = AtTheEnd(point.pending.collectives(instrument.trainer), weights, alone)
 
         def record() -> ResumeRecord:
-            taken = ResumeRecord.of(instrument.trainer, instrument.ledger, bookkeeping.rng)
-            return taken.owing(owing(pending, leave))
+            return ResumeRecord.of(instrument.trainer, instrument.ledger, point.bookkeeping.rng, point.pending)
 
         snapshot = Snapshot()
         snapshot.take(live, {}, True, shared.new_block)

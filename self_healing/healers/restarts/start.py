@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,19 @@ from ...checkpoints.choice import (
     resolve_checkpoint,
 )
 from ...checkpoints.deepspeed import why_of_another_job
-from ...checkpoints.marker import checkpoints_in, number_of, read_marker, standing_of
+from ...checkpoints.marker import checkpoints_in, number_of, numbered, read_marker, standing_of
 from ...checkpoints.vetting import Readers, Verdict, why_not_here
 from ...config.healing_config import HealingConfig
 from ...hf.trainer_state import loads_more
 from ...hf.view import zero_job_of
 from ...journal.journal import Journal
+from ...journal.terminal import speaking_of
 from ...ranks import votes
 from ...rollback.shared_memory import StoredState, directory_of
 from ...run.record import RECORD_FILE, Attempt, Ending, RunRecord, UnreadableRecordError, first_call
 from ...run.status import RunState, read_status
 from ...system import processes
-from ...system.files import MARKER_FILE, STATE_FILE
+from ...system.files import OFF_FILE, STATE_FILE, matches
 from ...system.processes import Launch, State, launch_of, of_all_ranks, state_of
 from .shared_memory import MemoryStart, SharedStep, newest_beyond, open_in_memory, steps_in_memory
 
@@ -206,9 +207,8 @@ def _look_for_start(search: _Search, passed_over: list[Verdict]) -> Start:
     except UnreadableRecordError as error:
         if config.resume_after_restart and launch.started_again and requested is None:
             requested = "auto"
-        logger.warning("%s; what earlier processes of this run did is not known.", error)
-    if record is not None and not launch.started_again and was_started_by(launch, record):
-        launch = replace(launch, restarts=1, by_agent=True)
+        RunRecord.set_aside(Path(output_dir))
+        logger.warning("%s. It is set aside, and what earlier processes of this run did is not known.", error)
     restarted = config.resume_after_restart and launch.started_again
     beside = trains_beside(record, launch, restarted)
     if record is not None and beside:
@@ -238,9 +238,7 @@ def _look_for_start(search: _Search, passed_over: list[Verdict]) -> Start:
             return _from_memory(shared, record, launch, requested)
     if chosen is None and requested is not None:
         # Of a run that is taken up, and was killed before its first checkpoint: what it had been asked for.
-        torn = [] if record is None else _torn_and_alone(output_dir)
-        anew = bool(readers.refused or torn) if requested is True else taken_up and Path(str(requested)) in torn
-        wanted = "auto" if anew else requested
+        wanted = "auto" if requested is True and (readers.refused or taken_up) else requested
         chosen = resolve_checkpoint(wanted, output_dir, passed_over, readers)
     if chosen is None and readers.refused:
         # The first rank has one, and a fresh start is not what was asked for.
@@ -251,13 +249,6 @@ def _look_for_start(search: _Search, passed_over: list[Verdict]) -> Start:
     for doubt in () if chosen is None else chosen.doubts:
         logger.warning("Resuming from %s anyway: %s.", path, doubt)
     return replace(start_of(path, record, launch, taken_up, requested), beside=beside)
-
-
-def _torn_and_alone(output_dir: str) -> list[Path]:
-    """The checkpoints there, if each is one that a process was writing when it ended, and none was ever whole."""
-    found = checkpoints_in(output_dir)
-    whole = any((each / name).exists() for each in found for name in (STATE_FILE, MARKER_FILE))
-    return [] if whole else found
 
 
 def _none_that_all_can_read(output_dir: str, passed_over: Sequence[Verdict]) -> str:
@@ -341,26 +332,8 @@ def note_memory_start(journal: Journal, state: StoredState) -> None:
 def of_this_job(record: RunRecord, launch: Launch) -> bool:
     """Whether a launcher that has started this process again has started the one that wrote a record as well."""
     newest = record.newest
-    if launch.by_agent and _may_have_started(launch, newest):
-        return True
-    return launch.requeued and newest.job == launch.job
-
-
-def was_started_by(launch: Launch, record: RunRecord) -> bool:
-    """
-    Whether the agent that has started this process has started the one that wrote a record, which came to no end,
-    where it counts no restart: it starts all processes again when nodes join or leave.
-    """
-    newest = record.newest if record.attempts else None
-    if newest is None or newest.ending is Ending.FINISHED or newest.pid == os.getpid() or still_alive(newest):
-        return False
-    of_it = launch.rendezvous == newest.rendezvous != ""
-    return of_it and launch.agent_is_parent and launch.agent_age is not None and _may_have_started(launch, newest)
-
-
-def _may_have_started(launch: Launch, attempt: Attempt) -> bool:
-    """Whether an attempt is younger than the agent that has started this process."""
-    return launch.agent_age is None or attempt.age <= launch.agent_age + _CLOCK_SLACK
+    by_same_agent = launch.by_agent and newest.agent == launch.agent
+    return newest.job == launch.job and (by_same_agent or launch.requeued)
 
 
 def continues(record: RunRecord, launch: Launch, requested: Any) -> bool:
@@ -397,50 +370,13 @@ def newest_of(record: RunRecord, output_dir: str, passed_over: list[Verdict], re
         record.run,
         output_dir,
         passed_over=passed_over,
-        wrote=lambda checkpoint: was_writing(record, checkpoint),
         readers=readers,
     )
-
-
-def _is_of(record: RunRecord, checkpoint: Path, marker: dict[str, Any] | None) -> bool:
-    return was_writing(record, checkpoint) if marker is None else marker.get("run") == record.run
 
 
 def newest_step_on_disk(output_dir: str) -> int:
     """The most steps that anything called a checkpoint in a directory may hold, by its name."""
     return max((number_of(checkpoint) or 0 for checkpoint in checkpoints_in(output_dir)), default=0)
-
-
-def was_writing(record: RunRecord, checkpoint: Path) -> bool:
-    """
-    Whether a checkpoint without a marker is of this run: the one it was writing when it was killed, or one that it has
-    gone on from since.
-    """
-    gone_on_from = (attempt.resumed_from for attempt in record.attempts if attempt.resumed_from is not None)
-    if any(os.path.abspath(each) == os.path.abspath(checkpoint) for each in gone_on_from):
-        return True
-    return _was_about_to_save(record, checkpoint)
-
-
-def bookkeeping_of(record: RunRecord | None, checkpoint: Path) -> Mapping[str, Any] | None:
-    """Gives what the marker of a checkpoint was to say, if the process was killed before it could write it."""
-    if record is None or record.saving is None or not _was_about_to_save(record, checkpoint):
-        return None
-    with contextlib.suppress(ValueError, TypeError):
-        found = json.loads(str(record.saving.get("bookkeeping")))
-        return found if isinstance(found, dict) and found else None
-    return None
-
-
-def _was_about_to_save(record: RunRecord, checkpoint: Path) -> bool:
-    saving = record.saving or {}
-    if os.path.abspath(record.directory / str(saving.get("checkpoint"))) != os.path.abspath(checkpoint):
-        return False
-    try:
-        # Written last: one that was there before is of another run.
-        return (checkpoint / STATE_FILE).stat().st_mtime >= float(saving["time"]) - _CLOCK_SLACK
-    except (OSError, LookupError, TypeError, ValueError):
-        return False
 
 
 def start_of(
@@ -456,7 +392,7 @@ def start_of(
             # Whoever names a checkpoint begins another branch: what the run wrote after it is not of this one.
             return Start(checkpoint, step)
         marker = None if checkpoint is None else read_marker(Path(checkpoint))
-        if checkpoint is not None and not _is_of(record, Path(checkpoint), marker):
+        if checkpoint is not None and (marker is None or marker.get("run") != record.run):
             logger.warning(
                 "%s is the newest checkpoint in %s, but not of the run that was last trained there (%s, which came to "
                 "step %d): it belongs to %s. If that is not what you want, name the checkpoint to go on from.",
@@ -497,3 +433,48 @@ def still_alive(attempt: Attempt) -> bool:
     if attempt.ending is not Ending.RUNNING or elsewhere:
         return False
     return state_of(attempt.pid, attempt.process_began) in (State.RUNS, State.STOPPED)
+
+
+# ---- healing off: an earlier start has ended because code of this library failed on one of several ranks ----
+
+
+def is_off(config: HealingConfig, args: Any) -> bool:
+    """Whether a run trains without healing; if so, says and journals why, and how it is switched on again."""
+    file = Path(config.healing_dir or args.output_dir) / OFF_FILE
+    if votes.all_ranks("healing is attached", not file.exists(), args.device):
+        return False
+    # On own disks, that of another rank may be the only one.
+    of_ranks = votes.from_every_rank("why it is not", _why_off(file), args.device)
+    noted = next(each for each in of_ranks if each is not None)
+    if processes.is_first_rank():
+        with speaking_of(args):
+            logger.warning(
+                "Healing is off: %s. Training goes on as with the plain Trainer; to heal again, please remove %s.",
+                noted["why"],
+                file,
+            )
+        Journal(file.parent, config, noted["run"]).event("healing_off", noted["step"], why=noted["why"])
+    return True
+
+
+def _why_off(file: Path) -> dict[str, Any] | None:
+    if not file.exists():
+        return None
+    unknown: dict[str, Any] = {"run": "without-healing", "step": 0, "why": "self_healing failed in an earlier start"}
+    with contextlib.suppress(OSError, ValueError):
+        noted = json.loads(file.read_text(encoding="utf-8"))
+        return dict(noted) if matches(unknown, noted) else unknown
+    return unknown
+
+
+def resumed_without_healing(config: HealingConfig, args: Any, requested: Any) -> str | None:
+    """
+    Gives what the plain Trainer resumes from: what was asked for, or, where the newest checkpoint was, or a launcher
+    has started the job again, the newest one that the Trainer has written to its end.
+    """
+    if requested is None and config.resume_after_restart and launch_of().started_again:
+        requested = "auto"
+    if requested is not True and requested != "auto":
+        return os.fspath(requested) if requested else None
+    whole = [(step, path) for step, path in numbered(Path(str(args.output_dir))) if (path / STATE_FILE).is_file()]
+    return str(max(whole)[1]) if whole else None
