@@ -74,12 +74,12 @@ class Strike(TrainerCallback):
         self.fault, self.step, self.once, self.trainer = fault, step, once, trainer
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # The checkpoint is complete, and not marked yet: that is done by the callback after this one.
-        if self.fault == "sigkill_before_the_marker" and state.global_step == self.step and self.once():
+        # The checkpoint is complete and marked, and the callbacks after this one have not been told.
+        if self.fault == "sigkill_in_on_save" and state.global_step == self.step and self.once():
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.fault == "sigkill_before_the_marker" or state.global_step != self.step or not self.once():
+        if self.fault == "sigkill_in_on_save" or state.global_step != self.step or not self.once():
             return
         if self.fault == "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -114,14 +114,18 @@ def test_a_kill_while_a_checkpoint_is_written_costs_that_checkpoint(
     assert [event["path"] for event in journal(job, "checkpoint_chosen")] == [str(job / "checkpoint-4")]
 
 
-def test_a_kill_before_a_checkpoint_is_marked_goes_on_from_the_one_before(
+def test_a_kill_while_callbacks_are_told_of_a_checkpoint_costs_nothing(
     tmp_path: Path, plain: dict[str, Any], start: Callable[..., int]
 ) -> None:
     job = tmp_path / "job"
-    options = {"fault": "sigkill_before_the_marker", "step": 8, "resume": "auto"}
+    options = {"fault": "sigkill_in_on_save", "step": 8, "resume": "auto"}
     assert [start(job, 0, **options), start(job, 1, **options)] == [-9, 0]
-    assert journal(job, "run_started")[-1]["resumed_from"] == str(job / "checkpoint-4")
+    assert journal(job, "run_started")[-1]["resumed_from"] == str(job / "checkpoint-8")
+    (incident,) = job_result(job)["incidents"]
+    assert (incident["failure"], incident["steps_lost"]) == ("process_died", 0)
     assert job_result(job)["weights"] == plain["weights"]
+    assert job_result(job)["losses"] == plain["losses"]
+    assert job_result(job)["history"] == plain["history"]
 
 
 @pytest.mark.parametrize("damage", ["truncate", pytest.param("nan", marks=pytest.mark.slow)])
@@ -691,7 +695,7 @@ def trains_there(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Another process of this machine, whose record in the run directory says that it is at step 5."""
     process = subprocess.Popen(["sleep", "600"])
     record = RunRecord(tmp_path / "run", "other")
-    record.begin_attempt(None, 0)
+    record.begin_attempt(None, 0, agent="job")
     record.newest.pid, record.newest.process_began = process.pid, Process.of(process.pid).began
     record.newest.last_step = 5
     record.write()
