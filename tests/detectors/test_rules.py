@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import csv
-import doctest
-import importlib.util
 import json
 import math
 import random
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
-from conftest import TEXTS, dpo_trainer, grpo_trainer, leaning, rloo_trainer, sft_trainer
+from conftest import TEXTS, dpo_trainer, grpo_trainer, leaning, sft_trainer
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +21,6 @@ from transformers import Trainer, TrainerCallback
 from typer.testing import CliRunner, Result
 
 from self_healing.failures.recipes import Severity, Symptom
-from self_healing.healers.numerics.detectors import rules
 from self_healing.healers.numerics.detectors.rules import (
     OBJECTIVES,
     Condition,
@@ -104,11 +98,6 @@ def test_steps_are_optimizer_steps_also_when_every_tenth_is_logged() -> None:
     assert steps_reported(replace(LOW, steps=50), dict.fromkeys(range(10, 200, 10), 0.001)) == [60]
 
 
-def test_however_rare_the_logs_it_takes_the_minimum_of_them() -> None:
-    assert steps_reported(LOW, dict.fromkeys(range(500, 5000, 500), 0.001)) == [1500]
-    assert steps_reported(replace(LOW, observations=5), dict.fromkeys(range(500, 5000, 500), 0.001)) == [2500]
-
-
 def test_one_healthy_value_starts_the_count_again() -> None:
     values = dict.fromkeys(range(1, 100), 0.001) | {19: 0.5, 38: 0.5}
     assert steps_reported(LOW, values) == [58]
@@ -122,12 +111,6 @@ def test_it_is_armed_again_when_the_flag_was_down_as_long_as_it_must_be_up() -> 
     assert run(down=20) == [20, 60]
 
 
-def test_after_a_rollback_stretches_begin_anew() -> None:
-    watch = MetricRules([LOW])
-    assert not feed(watch, constant({"entropy": 0.001}, range(100, 119)))
-    assert feed(watch, constant({"entropy": 0.001}, range(50, 100))) == [(69, "rule:low")]
-
-
 # ---- what was not observed ----
 
 
@@ -137,17 +120,6 @@ def test_what_is_no_finite_number_was_not_observed(value: Any) -> None:
         steps_reported(replace(LOW, red_flag=(Condition("at_most", 1.0),)), dict.fromkeys(range(1, 60), value)) == []
     )
     assert steps_reported(LOW, {step: value if step % 2 else 0.001 for step in range(1, 60)}) == [22]
-
-
-@pytest.mark.parametrize("value", [0, Fraction(1, 1000), 1e-320])
-def test_any_real_number_is_a_value(value: Any) -> None:
-    assert steps_reported(LOW, dict.fromkeys(range(1, 30), value)) == [20]
-
-
-def test_an_absent_metric_is_not_a_healthy_one() -> None:
-    watch = MetricRules([LOW])
-    logs = {step: {"entropy": 0.001} if step % 4 == 0 else {"loss": 0.0} for step in range(1, 40)}
-    assert feed(watch, logs) == [(24, "rule:low")]
 
 
 garbage = st.one_of(
@@ -160,22 +132,6 @@ garbage = st.one_of(
     st.complex_numbers(),
 )
 names = st.one_of(st.sampled_from(["loss", "entropy", "grad_norm", "rewards/a/mean", "logps/chosen"]), st.text())
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.dictionaries(names, garbage, max_size=6), max_size=20), st.sampled_from(OBJECTIVES))
-def test_garbage_changes_nothing(logs: list[dict[str, Any]], objective: str) -> None:
-    watch = MetricRules(rules_for(TABLE.values(), objective))
-    feed(watch, {step: {"loss": 1.0, "entropy": 0.005, "grad_norm": 20.0} for step in range(1, 16)})
-    before = watch.state_dict()
-    assert feed(watch, dict(enumerate(logs, start=16))) == []
-    after = watch.state_dict()
-    observed = {name: series for name, series in after["series"].items() if series["log"]}
-    assert observed == before["series"]
-    # A rule may have been asked for the first time, but nothing was judged.
-    assert all(
-        after["tracks"][rule][metric] == kept for rule, of in before["tracks"].items() for metric, kept in of.items()
-    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -220,70 +176,37 @@ def test_comparisons(condition: Condition, holds: float, fails: float) -> None:
     assert not MetricRules([rule], {"limit": 100}).observe(1, {"metric": fails})
 
 
-@pytest.mark.parametrize("limits", [None, {}, {"limit": None}, {"limit": math.inf}, {"limit": True}])
-def test_without_the_argument_it_is_silent(limits: Any) -> None:
-    rule = MetricRule("rule", "metric", (Condition("at_least", 0.9, of="args.limit"),), steps=1, observations=1)
-    assert not feed(MetricRules([rule], limits), constant({"metric": 1e9}, range(1, 50)))
+def series(value: Callable[[int], float]) -> list[float]:
+    return [value(step) for step in range(1, 60)]
 
 
-def test_the_early_level_is_the_median_of_the_first_ten() -> None:
-    rule = MetricRule("rule", "metric", (Condition("above", 1.5, of="start"),), steps=1, observations=1)
-    values = dict(enumerate([9, 9, 9, 1, 1, 2, 2, 2, 3, 3, 3.7, 3.7, 3.8], start=1))  # median 2.5
-    assert steps_reported(rule, values) == [13]
-
-
-def test_of_the_lowest_so_far() -> None:
-    rule = MetricRule("rule", "metric", (Condition("above", 1.5, of="lowest"),), steps=1, observations=1)
-    assert steps_reported(rule, {1: 3.0, 2: 2.0, 3: 2.9, 4: 3.1, 5: 2.0}) == [4]
+@pytest.mark.parametrize(
+    ("condition", "values", "reported"),
+    [
+        # The median of the first ten is 2.5.
+        (Condition("above", 1.5, of="start"), [9, 9, 9, 1, 1, 2, 2, 2, 3, 3, 3.7, 3.7, 3.8], [13]),
+        (Condition("above", 1.5, of="lowest"), [3.0, 2.0, 2.9, 3.1, 2.0], [4]),
+        # Medians of thirds of 30 points on a line are 20 steps apart.
+        (Condition("rising", 1.0, window=30), series(lambda step: 0.051 * step), [30]),
+        (Condition("rising", 1.0, window=30), series(lambda step: 0.049 * step), []),
+        (Condition("rising", 1.0, window=30), series(lambda step: -0.051 * step), []),
+        (Condition("rising", 1.0, window=30), series(lambda step: 1e6 * (step % 9 == 0)), []),
+        (Condition("falling", 1.0, window=30), series(lambda step: -0.051 * step), [30]),
+        (Condition("falling", 0.1, of="start", window=30), series(lambda step: -50.0 - 0.3 * step), [30]),
+        (Condition("falling", 0.1, of="start", window=30), series(lambda step: -50.0 - 0.2 * step), []),
+        (Condition("flat", 0.1, of="start", window=30), series(lambda step: 5.0 + 0.1 * (step % 2)), [30]),
+        (Condition("flat", 0.1, of="start", window=30), series(lambda step: 5.0 - 0.1 * step), []),
+    ],
+)
+def test_levels_and_trends(condition: Condition, values: list[float], reported: list[int]) -> None:
+    rule = MetricRule("rule", "metric", (condition,), steps=1, observations=1)
+    assert steps_reported(rule, dict(enumerate(values, start=1))) == reported
 
 
 def test_a_share_of_the_last_observations() -> None:
-    condition = Condition("above", 10.0, share=0.5, window=20)
-    rule = MetricRule("rule", "grad_norm", (condition,), steps=20)
+    rule = MetricRule("rule", "grad_norm", (Condition("above", 10.0, share=0.5, window=20),), steps=20)
     assert steps_reported(rule, {step: 11.0 if step % 2 else 1.0 for step in range(1, 100)}) == [20]
     assert steps_reported(rule, {step: 11.0 if step % 3 == 0 else 1.0 for step in range(1, 100)}) == []
-    # Nine in a row, then never again: not regularly.
-    assert steps_reported(rule, {step: 11.0 if 50 <= step < 59 else 1.0 for step in range(1, 200)}) == []
-
-
-TREND = MetricRule("rule", "metric", (Condition("rising", 1.0, window=30),), steps=1, observations=1)
-
-
-def test_a_trend_is_a_movement_of_at_least_its_size_within_the_window() -> None:
-    # Medians of thirds of 30 points on a line are 20 steps apart.
-    assert steps_reported(TREND, {step: 0.051 * step for step in range(1, 60)}) == [30]
-    assert steps_reported(TREND, {step: 0.049 * step for step in range(1, 60)}) == []
-    assert steps_reported(TREND, {step: -0.051 * step for step in range(1, 60)}) == []
-    falling = replace(TREND, red_flag=(Condition("falling", 1.0, window=30),))
-    assert steps_reported(falling, {step: -0.051 * step for step in range(1, 60)}) == [30]
-
-
-def test_the_size_of_a_trend_is_a_share_of_the_early_level_whatever_its_sign() -> None:
-    rule = replace(TREND, red_flag=(Condition("falling", 0.1, of="start", window=30),))
-    assert steps_reported(rule, {step: -50.0 - 0.2 * step for step in range(1, 60)}) == []
-    assert steps_reported(rule, {step: -50.0 - 0.3 * step for step in range(1, 60)}) == [30]
-
-
-def test_up_and_down_again_is_no_trend() -> None:
-    assert steps_reported(TREND, dict(enumerate([0.0] * 10 + [9.0] * 10 + [1.5] * 10, start=1))) == []
-
-
-def test_a_few_outliers_are_no_trend() -> None:
-    assert steps_reported(TREND, {step: 1e6 if step % 9 == 0 else 0.0 for step in range(1, 300)}) == []
-
-
-@pytest.mark.parametrize("relation", ["rising", "falling"])
-def test_noise_is_no_trend_however_small_the_asked_size(relation: Any) -> None:
-    rule = replace(TREND, red_flag=(Condition(relation, 1e-9, window=30),), steps=10)
-    generator = random.Random(0)
-    assert steps_reported(rule, {step: generator.gauss(0, 1) for step in range(1, 5000)}) == []
-
-
-def test_flat_is_less_than_its_size() -> None:
-    rule = replace(TREND, red_flag=(Condition("flat", 0.1, of="start", window=30),))
-    generator = random.Random(0)
-    assert steps_reported(rule, {step: 5.0 + generator.gauss(0, 0.1) for step in range(1, 60)}) == [30]
-    assert steps_reported(rule, {step: 5.0 - 0.1 * step for step in range(1, 60)}) == []
 
 
 def test_all_conditions_must_hold_in_one_log() -> None:
@@ -297,17 +220,6 @@ def test_all_conditions_must_hold_in_one_log() -> None:
         assert not feed(watch, constant(log, range(1, 5)))
         (symptom,) = watch.observe(5, log)
         assert symptom.evidence["other_values"] == {"b": -1.0}
-
-
-def test_metrics_of_other_logs_count_when_they_are_new() -> None:
-    """The evaluation logs its loss by itself, after the training logs of the same steps."""
-    rule = MetricRule("rule", "eval_loss", (Condition("above", 1.0), Condition("below", 1.0, metric="loss")), steps=1)
-    watch, seen = MetricRules([rule]), []
-    for step in range(1, 61):
-        seen += watch.observe(step, {"loss": 0.5})
-        if step % 20 == 0:
-            seen += watch.observe(step, {"eval_loss": 2.0})
-    assert [symptom.step for symptom in seen] == [60]
 
 
 # ---- patterns ----
@@ -343,33 +255,6 @@ def test_metrics_of_the_evaluation_are_other_metrics(metric: str) -> None:
     assert feed(MetricRules([evaluation]), constant({"eval_reward_std": 0.0}, range(1, 50)))
 
 
-def test_names_are_matched_once_and_not_at_every_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    matches = MetricRule.matches
-    monkeypatch.setattr(MetricRule, "matches", lambda self, metric: asked.append(metric) or matches(self, metric))
-    watch = MetricRules(rules_for(TABLE.values(), "grpo"))
-    watch.observe(1, {"loss": 0.0, "rewards/a/mean": 1.0})
-    assert set(asked) == {"loss", "rewards/a/mean"}
-    asked.clear()
-    feed(watch, constant({"loss": 0.0, "rewards/a/mean": 1.0}, range(2, 50)))
-    assert not asked
-
-
-def test_memory_does_not_grow_with_the_run() -> None:
-    watch = MetricRules(TABLE.values())
-    generator = random.Random(0)
-
-    def run(steps: range) -> int:
-        for step in steps:
-            log = {metric: generator.random() for rule in TABLE.values() for metric in rule.metrics}
-            watch.observe(step, log | {f"metric_{step}_{number}": 1.0 for number in range(10)})
-        return len(json.dumps(watch.state_dict()))
-
-    early = run(range(1000, 1200))
-    assert run(range(1200, 3000)) < 1.1 * early
-    assert len(watch._plan) < 5000
-
-
 # ---- state ----
 
 
@@ -401,14 +286,6 @@ def test_saved_and_loaded_it_goes_on_as_if_nothing_had_happened(cut: int) -> Non
     assert second.state_dict() == whole.state_dict()
 
 
-def test_a_state_from_another_table_is_taken_as_far_as_it_goes() -> None:
-    watch = MetricRules([LOW, replace(LOW, name="gone", metric="kl")])
-    feed(watch, constant({"entropy": 0.001, "kl": 0.001}, range(1, 11)))
-    other = MetricRules([LOW, replace(LOW, name="new")])
-    other.load_state_dict(watch.state_dict())
-    assert feed(other, constant({"entropy": 0.001}, range(11, 40))) == [(20, "rule:low"), (30, "rule:new")]
-
-
 # ---- a table of one's own ----
 
 
@@ -426,10 +303,7 @@ def test_one_number_of_one_rule_can_be_changed(tmp_path: Path) -> None:
 
 def test_a_rule_can_be_switched_off(tmp_path: Path) -> None:
     table = load_rules(own(tmp_path, "[entropy_collapse]\nenabled = false\n"))
-    assert "entropy_collapse" in {rule.name for rule in rules_for(TABLE.values(), "grpo")}
     assert "entropy_collapse" not in {rule.name for rule in rules_for(table, "grpo")}
-    # Also where the table is handed over as it is.
-    assert not feed(MetricRules(table), constant({"entropy": 0.001}, range(1, 60)))
 
 
 def test_a_rule_can_be_added(tmp_path: Path) -> None:
@@ -468,16 +342,9 @@ def test_a_rule_can_be_added(tmp_path: Path) -> None:
         ("[entropy_collapse]\nstep = 5", ["`step` in [entropy_collapse]", "Did you mean `steps`?"]),
         ("[entropy_collapse]\nqwertz = 5", ["`qwertz` in [entropy_collapse]", "There are: metric, objectives"]),
         ("[entropy_collapse]\nsteps = 0", ["`steps` in [entropy_collapse] is 0 (int)", "an integer, at least 1"]),
-        ("[entropy_collapse]\nsteps = true", ["True (bool)", "an integer, at least 1"]),
-        ("[entropy_collapse]\nsteps = 2.5", ["2.5 (float)"]),
         ('[entropy_collapse]\nseverity = "bad"', ["'bad' (str)", "'info', 'warning', 'error'"]),
         ('[entropy_collapse]\naction = "pray"', ["'alert', 'rollback', 'stop'"]),
         ('[entropy_collapse]\nobjectives = ["grop"]', ["['grop'] (list)", "'grpo'"]),
-        ("[entropy_collapse]\nobjectives = []", ["[] (list)"]),
-        ("[entropy_collapse]\nmetric = ''", ["the name of a metric"]),
-        ("[entropy_collapse]\nremedy = 3", ["must be text"]),
-        ("[entropy_collapse]\nenabled = 'no'", ["true or false"]),
-        ("[entropy_collapse]\nred_flag = []", ["one or more conditions"]),
         ("[entropy_collapse]\nred_flag = { is = 'below', value = 1 }", ["a list of one or more conditions"]),
         (
             "[entropy_collapse]\nred_flag = [{ value = 1 }]",
@@ -492,10 +359,7 @@ def test_a_rule_can_be_added(tmp_path: Path) -> None:
         ("[entropy_collapse]\nred_flag = [{ is = 'below', value = 1, share = 0 }]", ["above 0 and at most 1"]),
         ("[entropy_collapse]\nred_flag = [{ is = 'below', value = 1, window = 5 }]", ["Please set `share`"]),
         ("[entropy_collapse]\nred_flag = [{ is = 'below', value = 1, tolerance = 1 }]", ['only `is = "near"`']),
-        ("[entropy_collapse]\nred_flag = [{ is = 'near', value = 1, tolerance = -1 }]", ["at least 0"]),
-        ("[entropy_collapse]\nred_flag = [{ is = 'rising', value = 0 }]", ["above 0"]),
         ("[entropy_collapse]\nred_flag = [{ is = 'rising', value = 1, window = 5 }]", ["at least 15"]),
-        ("[entropy_collapse]\nred_flag = [{ is = 'rising', value = 1, window = 9999 }]", ["from 1 to 1000"]),
         ("[entropy_collapse]\nred_flag = [{ is = 'rising', value = 1, share = 0.5 }]", ["cannot have a `share`"]),
         ("[entropy_collapse\n", ["is not valid TOML", "line 1"]),
     ],
@@ -508,30 +372,6 @@ def test_an_error_says_where_what_and_what_is_allowed(tmp_path: Path, text: str,
     message = str(raised.value)
     assert message.startswith(str(path))
     assert [word for word in words if word not in message] == []
-
-
-def test_all_errors_are_named_at_once(tmp_path: Path) -> None:
-    text = (
-        "[entropy_collapse]\nsteps = 0\nactoin = 'stop'\n[kl_high]\nred_flag = [{ is = 'above' }]\n[mine]\nsteps = 1"
-    )
-    with pytest.raises(RuleError) as raised:
-        load_rules(own(tmp_path, text))
-    first, *problems = str(raised.value).split("\n- ")
-    assert "4 things" in first
-    assert len(problems) == 4
-
-
-def test_a_file_that_is_not_text_is_said_to_be_none(tmp_path: Path) -> None:
-    path = tmp_path / "my_rules.toml"
-    path.write_bytes(b"[kl_high]\nsteps = 3 # \xff\n")
-    with pytest.raises(RuleError, match="not UTF-8 text at line 2"):
-        load_rules(path)
-
-
-def test_the_byte_order_mark_of_some_editors_is_read_over(tmp_path: Path) -> None:
-    path = tmp_path / "my_rules.toml"
-    path.write_bytes(b"\xef\xbb\xbf[kl_high]\nsteps = 3")
-    assert {rule.name: rule.steps for rule in load_rules(path)}["kl_high"] == 3
 
 
 def test_toml_is_read_back_to_the_same_table(tmp_path: Path) -> None:
@@ -561,20 +401,11 @@ def test_the_table_is_whole() -> None:
     assert all(rules_for(TABLE.values(), objective) for objective in OBJECTIVES)
 
 
-def test_the_table_itself_would_be_accepted_from_a_user() -> None:
-    table = tomllib.loads(Path(rules.__file__).with_name("metric_rules.toml").read_text(encoding="utf-8"))
-    assert rules.checks.problems_of(table, {}) == []
-
-
 def test_an_unknown_objective_gets_the_generic_rules() -> None:
     generic = rules_for(TABLE.values(), "generic")
     assert rules_for(TABLE.values(), "MyTrainer") == generic
     # What these rules read means the same whoever logs it; a loss, a gradient norm or an entropy does not.
     assert not {"loss", "grad_norm", "entropy", "kl"} & {metric for rule in generic for metric in rule.metrics}
-
-
-def test_only_a_run_that_cannot_train_is_stopped() -> None:
-    assert [rule.name for rule in TABLE.values() if rule.action == "stop"] == ["dpo_not_training"]
 
 
 @dataclass(frozen=True)
@@ -660,16 +491,6 @@ def test_a_rule_reports_its_red_flag_once_and_not_too_early(name: str) -> None:
     assert seen == [(example.after + max(rule.steps, rule.observations), f"rule:{name}")]
 
 
-@pytest.mark.parametrize("every", [1, 7, 20, 50, 500])
-@pytest.mark.parametrize("name", TABLE)
-def test_a_rule_that_is_said_not_to_fire_with_so_few_logs_does_not(name: str, every: int) -> None:
-    """And with a few more it does."""
-    rule, red = TABLE[name], EXAMPLES[name].red
-    reported = feed(MetricRules([rule], LIMITS), {every * log: red(log) for log in range(1, rule.logs_needed + 75)})
-    assert [name for step, name in reported if step < every * rule.logs_needed] == []
-    assert len(reported) == 1
-
-
 @pytest.mark.parametrize("name", TABLE)
 def test_a_rule_is_silent_while_its_metric_is_healthy(name: str) -> None:
     """With some noise, and alone or among the other rules."""
@@ -680,76 +501,6 @@ def test_a_rule_is_silent_while_its_metric_is_healthy(name: str) -> None:
         logs[log] = {metric: value * (1 + generator.gauss(0, 0.02)) for metric, value in exact.items()}
     for objective in TABLE[name].objectives:
         assert feed(MetricRules(rules_for(TABLE.values(), objective), LIMITS), logs) == []
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_no_rule_reads_what_the_evaluation_logs_of_a_training_metric(name: str) -> None:
-    logs = {
-        log: {f"eval_{metric}": value for metric, value in EXAMPLES[name].red(log).items()} for log in range(1, 150)
-    }
-    assert feed(MetricRules(TABLE.values(), LIMITS), logs) == []
-
-
-@pytest.mark.parametrize("value", [math.nan, None, "0.0"])
-@pytest.mark.parametrize("name", TABLE)
-def test_no_rule_takes_a_missing_value_for_a_red_flag(name: str, value: Any) -> None:
-    logs = {log: dict.fromkeys(EXAMPLES[name].red(log), value) for log in range(1, 150)}
-    assert feed(MetricRules(TABLE.values(), LIMITS), logs) == []
-
-
-def test_what_is_normal_in_grpo_is_no_alarm() -> None:
-    """A loss near 0 and signed, a gradient norm that is often 0, no `kl` with beta=0, the entropy of a base model."""
-    generator = random.Random(0)
-    logs = {
-        step: {
-            "loss": generator.choice([0.0, -0.0, 1e-8, -1e-3]),
-            "grad_norm": generator.choice([0.0, 0.0, 0.5]),
-            "entropy": 10.2 + generator.gauss(0, 0.3),
-            "reward_std": generator.choice([0.0, 0.0, 0.7]),
-            "frac_reward_zero_std": generator.choice([1.0, 1.0, 0.0]),
-            "rewards/accuracy/mean": generator.choice([0.0, 0.0, 0.25]),
-        }
-        for step in range(1, 500)
-    }
-    assert feed(MetricRules(rules_for(TABLE.values(), "grpo")), logs) == []
-
-
-def test_a_constant_reward_is_not_reported_as_few_groups_as_well() -> None:
-    logs = constant({"reward_std": 0.0, "frac_reward_zero_std": 1.0}, range(1, 100))
-    names = {name for _, name in feed(MetricRules(rules_for(TABLE.values(), "grpo")), logs)}
-    assert names == {"rule:reward_std_zero", "rule:no_group_has_signal"}
-
-
-def test_steps_mostly_without_signal_are_reported_on_a_public_run() -> None:
-    path = CURVES / "held_out" / "unstable_grpo_memory_redteam_per_step.csv"
-    with path.open(encoding="utf-8") as file:
-        logs = {int(row["step"]): {"reward_std": float(row["reward_std"])} for row in csv.DictReader(file)}
-    seen = feed(MetricRules(rules_for(TABLE.values(), "grpo")), logs)
-    assert "rule:reward_std_mostly_zero" in {name for _, name in seen}
-
-
-@pytest.mark.parametrize("path", sorted(CURVES.rglob("healthy_grpo*.csv")), ids=lambda path: path.stem)
-def test_healthy_grpo_runs_have_a_signal(path: Path) -> None:
-    with path.open(encoding="utf-8") as file:
-        logs = {int(row["step"]): {"reward_std": float(row["reward_std"] or "nan")} for row in csv.DictReader(file)}
-    assert feed(MetricRules(rules_for(TABLE.values(), "grpo")), logs) == []
-
-
-def test_a_reward_is_known_by_the_name_that_older_trl_gives_it() -> None:
-    rule = TABLE["reward_stuck_at_zero"]
-    logs = constant({"rewards/accuracy": 0.0, "rewards/format": 0.5, "rewards/accuracy/std": 0.0}, range(1, 50))
-    watch = MetricRules([rule])
-    found = [symptom for step, log in logs.items() for symptom in watch.observe(step, log)]
-    assert [symptom.evidence["metric"] for symptom in found] == ["rewards/accuracy"]
-
-
-def test_longer_answers_in_later_batches_are_no_likelihood_displacement() -> None:
-    """The log-probabilities fall because the sequences get longer; against the reference, the chosen gain."""
-    logs = {
-        log: {"logps/chosen": -50.0 - 0.3 * log, "rewards/margins": 0.01 * log, "rewards/chosen": 0.003 * log}
-        for log in range(1, 300)
-    }
-    assert feed(MetricRules([TABLE["likelihood_displacement"]]), logs) == []
 
 
 @pytest.mark.parametrize("path", sorted(CURVES.glob("healthy_*.csv")), ids=lambda path: path.stem)
@@ -774,11 +525,6 @@ def test_a_burst_of_one_step_is_reported_on_a_public_run() -> None:
     assert (47, "rule:kl_burst") in feed(MetricRules(rules_for(TABLE.values(), "grpo")), logs)
 
 
-def test_the_example_in_the_documentation_is_true() -> None:
-    assert doctest.testmod(rules.metric_rules).failed == 0
-    assert doctest.testmod(rules.metric_rules).attempted > 0
-
-
 # ---- the command line ----
 
 
@@ -796,27 +542,6 @@ def test_the_table_in_force_is_printed(columns: int) -> None:
     assert "0.693147" in result.stdout
     assert "stop" in result.stdout
     assert ("requires_grad" in result.stdout) == (columns == 120)
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_without_an_objective_all_rules_are_printed_and_nothing_is_cut_off(columns: int) -> None:
-    result = run(columns=columns)
-    assert result.exit_code == 0
-    assert "…" not in result.stdout
-    assert [rule.name for rule in TABLE.values() if rule.name not in result.stdout] == []
-
-
-def test_a_table_of_ones_own_is_merged_in(tmp_path: Path) -> None:
-    path = own(
-        tmp_path,
-        "[kl_high]\nenabled = false\n[entropy_high]\nsteps = 77\n"
-        "[mine]\nmetric = '[b]x[/b]'\nred_flag = [{ is = 'above', value = 3 }]\n",
-    )
-    result = run("--objective", "grpo", "--rules", str(path))
-    assert result.exit_code == 0
-    assert "kl_high" not in result.stdout
-    assert "77 steps" in result.stdout
-    assert "[b]x[/b]" in result.stdout
 
 
 def test_the_toml_it_prints_is_read_back(tmp_path: Path) -> None:
@@ -910,44 +635,6 @@ def test_a_healthy_grpo_run_logs_what_the_rules_read_and_raises_nothing(tmp_path
     assert unlogged(trainer, "grpo") == NEED_VLLM.keys() | NEED_AXOLOTL
 
 
-def test_the_metrics_that_need_vllm_are_in_the_source_of_trl() -> None:
-    for metric, module in NEED_VLLM.items():
-        spec = importlib.util.find_spec(f"trl.trainer.{module}")
-        assert spec is not None
-        assert spec.origin is not None
-        assert f'"{metric}"' in Path(spec.origin).read_text(encoding="utf-8")
-
-
-def test_a_healthy_rloo_run_logs_what_the_rules_read_and_raises_nothing(tmp_path: Path, tokenizer: Any) -> None:
-    watch = Watching("rloo")
-    trainer = rloo_trainer(
-        tmp_path / "run",
-        tokenizer,
-        model=leaning(tokenizer, tmp_path, tokenizer.eos_token_id, 0.7),
-        max_completion_length=16,
-        max_steps=25,
-        callbacks=[watch],
-    )
-    trainer.train()
-    assert watch.symptoms == []
-    assert unlogged(trainer, "rloo") == set()
-
-
-def test_a_constant_reward_raises_the_reward_std_rule(tmp_path: Path, tokenizer: Any) -> None:
-    watch = Watching("grpo")
-    grpo_trainer(
-        tmp_path / "run",
-        tokenizer,
-        model=leaning(tokenizer, tmp_path, tokenizer.eos_token_id, 0.7),
-        max_completion_length=16,
-        reward_funcs=lambda completions, **_: [0.3] * len(completions),
-        max_steps=25,
-        callbacks=[watch],
-    ).train()
-    assert watch.names == {"reward_std_zero", "no_group_has_signal"}
-    assert {symptom.step for symptom in watch.symptoms} == {20}
-
-
 def test_a_collapsing_policy_raises_the_entropy_rule(tmp_path: Path, tokenizer: Any) -> None:
     class Collapse(TrainerCallback):
         """From step 5 on, the model says the same word whatever it read."""
@@ -977,33 +664,6 @@ def test_a_healthy_dpo_run_logs_what_the_rules_read_and_raises_nothing(tmp_path:
     trainer.train()
     assert watch.symptoms == []
     assert unlogged(trainer, "dpo") == {"eval_loss"}  # which an SFT run below logs
-
-
-@pytest.mark.parametrize("logging_steps", [1, 5])
-def test_a_dpo_run_with_a_detached_model_raises_the_ln2_rule(
-    tmp_path: Path, tokenizer: Any, logging_steps: int
-) -> None:
-    watch = Watching("dpo")
-    trainer = dpo_trainer(
-        tmp_path / "run", tokenizer, dropout=0.0, max_steps=25, logging_steps=logging_steps, callbacks=[watch]
-    )
-    # The classic: the optimizer holds the parameters of a copy that was made before the model was wrapped.
-    trainer.optimizer = torch.optim.AdamW(copy.deepcopy(trainer.model).parameters(), lr=1e-3)
-    trainer.train()
-    (symptom,) = watch.symptoms
-    assert symptom.name == "rule:dpo_not_training"
-    assert (symptom.severity, symptom.evidence["action"]) == ("error", "stop")
-    assert symptom.evidence["other_values"] == {"rewards/margins": 0.0}
-    assert symptom.step == (20 if logging_steps == 1 else 25)
-
-
-def test_a_healthy_dpo_run_without_dropout_moves_away_from_ln2(tmp_path: Path, tokenizer: Any) -> None:
-    watch = Watching("dpo")
-    trainer = dpo_trainer(
-        tmp_path / "run", tokenizer, dropout=0.0, max_steps=25, learning_rate=1e-5, warmup_steps=20, callbacks=[watch]
-    )
-    trainer.train()
-    assert watch.symptoms == []
 
 
 def test_a_healthy_sft_run_logs_what_the_rules_read_and_raises_nothing(tmp_path: Path, tokenizer: Any) -> None:
