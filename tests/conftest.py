@@ -441,6 +441,24 @@ class GradientFault:
         return changed
 
 
+class WeightFault(TrainerCallback):
+    """Changes the weights in place once a step is finished, at the given steps."""
+
+    def __init__(self, change: Callable[[Any], Any], *steps: int) -> None:
+        self.change, self.steps = change, steps
+        self.fired: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step in self.steps:
+            self.fired.append(state.global_step)
+            with torch.no_grad():
+                self.change(model)
+
+
+def a_few_nans(model: Any) -> None:
+    model.model.layers[0].mlp.down_proj.weight.view(-1)[:3] = float("nan")
+
+
 class PoisonToken:
     """The model's output is NaN for every row that holds a certain token, always."""
 

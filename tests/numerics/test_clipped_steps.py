@@ -11,11 +11,11 @@ import torch
 from conftest import GradientFault, OutputFault, assert_same_weights, sft_trainer, weights
 from transformers import TrainerCallback
 
-from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing import HealingConfig, SelfHealingCallback
 from self_healing.healers.numerics.clipping import ZClipStatistic
 
 
-RUN = {"max_steps": 60, "gradient_accumulation_steps": 1, "learning_rate": 1e-3}
+RUN = {"max_steps": 42, "gradient_accumulation_steps": 1, "learning_rate": 1e-3}
 CLIP = {"zclip_mode": "clip", "on_spike": "warn"}
 
 
@@ -46,13 +46,13 @@ def limits(norms: list[float], ceiling: float, **arguments: Any) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("ceiling", [1.0, 8.0, 1e6], ids=["ceiling below", "ceiling between", "no ceiling"])
+@pytest.mark.parametrize("ceiling", [1.0, 8.0], ids=["ceiling below", "ceiling between"])
 def test_the_norm_handed_to_the_optimizer_never_exceeds_the_threshold(
     tmp_path: Path, tokenizer: Any, ceiling: float
 ) -> None:
     config = HealingConfig(**CLIP)
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config)], max_grad_norm=ceiling, **RUN)
-    GradientFault(trainer.model, lambda n: n in (30, 40, 50), value=30.0)
+    GradientFault(trainer.model, lambda n: n in (28, 34, 40), value=30.0)
     handed = Handed(trainer)
     trainer.train()
     norms = pre_clip_norms(trainer)
@@ -60,8 +60,8 @@ def test_the_norm_handed_to_the_optimizer_never_exceeds_the_threshold(
     clipped = [
         step for step, (norm, limit) in enumerate(zip(norms, allowed, strict=True)) if limit < min(norm, ceiling)
     ]
-    assert {29, 39, 49} <= set(clipped) or ceiling == 1.0
-    assert len(handed.norms) == len(norms) == 60
+    assert {27, 33, 39} <= set(clipped) or ceiling == 1.0
+    assert len(handed.norms) == len(norms) == 42
     for step, (norm, limit) in enumerate(zip(handed.norms, allowed, strict=True)):
         assert norm <= limit * (1 + 1e-5), step
     for step in clipped:
@@ -107,16 +107,6 @@ def test_off_keeps_no_statistic(tmp_path: Path, tokenizer: Any) -> None:
     assert not any(key.startswith("healing/") for entry in trainer.state.log_history for key in entry)
 
 
-def test_a_step_that_is_not_finite_never_enters_the_statistic(tmp_path: Path, tokenizer: Any) -> None:
-    callback = SelfHealingCallback(HealingConfig(**CLIP))
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[callback], **{**RUN, "max_steps": 40})
-    OutputFault(trainer.model, strike=lambda _: trainer.state.global_step == 30)
-    trainer.train()
-    assert callback.healing_state is not None
-    state = callback.healing_state["clipping"]["zclip"]
-    assert all(math.isfinite(value) for value in (state["mean"], state["variance"]))
-
-
 def test_the_statistic_survives_a_resume_exactly(tmp_path: Path, tokenizer: Any) -> None:
     arguments = {**RUN, "save_strategy": "steps", "save_steps": 30, "max_grad_norm": 1e6}
     config = HealingConfig(zclip_mode="clip", zclip_z=0.5)
@@ -139,29 +129,3 @@ def test_a_step_computed_again_is_clipped_like_any_other(tmp_path: Path, tokeniz
         return trainer
 
     assert_same_weights(weights(run("faulty", True)), weights(run("clean", False)))
-
-
-def test_a_step_done_again_after_an_exception_is_observed_and_clipped_as_the_first_time(
-    tmp_path: Path, tokenizer: Any
-) -> None:
-    """The exception comes between the judgement of a step and its update."""
-
-    def run(name: str, step: int | None) -> tuple[Any, Any]:
-        class Raising(TrainerCallback):
-            def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                nonlocal step
-                if state.global_step == step:
-                    step = None
-                    raise ConnectionError("gone")
-
-        trainer = sft_trainer(tmp_path / name, tokenizer, callbacks=[Raising()], max_grad_norm=1e6, **RUN)
-        healer = SelfHealingTrainer(trainer, HealingConfig(zclip_mode="clip", zclip_z=0.5, retry_initial_seconds=0.0))
-        healer.train()
-        (callback,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, SelfHealingCallback)]
-        assert callback.healing_state is not None
-        return weights(trainer), {key: callback.healing_state[key] for key in ("panel", "clipping")}
-
-    clean = run("clean", None)
-    struck = run("struck", 40)
-    assert_same_weights(struck[0], clean[0])
-    assert struck[1] == clean[1]

@@ -29,7 +29,7 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.hf.engine import nonfinite_in, watching_outputs
+from self_healing.hf.engine import watching_outputs
 
 
 def ending(trainer: Any, output_dir: Path) -> dict[str, Any]:
@@ -54,40 +54,12 @@ class Broken(nn.Module):
         return self.third(self.second(self.first(values)))
 
 
-def test_the_first_module_whose_output_is_not_finite_is_named() -> None:
-    model = Broken()
-    with watching_outputs({"": model}) as found:
-        model(torch.ones(1, 2))
-    assert found[0].names == ("second",)
-    assert found[0].details["module_class"] == "Identity"
-    assert found[0].details["inputs_finite"]
-    assert [len(module._forward_hooks) for module in model.modules()] == [0, 0, 1, 0]
-
-
-@pytest.mark.parametrize("in_place", [True, False], ids=["compile()", "torch.compile"])
-def test_a_module_inside_of_a_compiled_model_is_named(in_place: bool) -> None:
-    model = Broken()
-    compiled: Any = model
-    if in_place:
-        model.compile(backend="eager")
-    else:
-        compiled = torch.compile(model, backend="eager")
+def test_a_module_inside_of_a_compiled_model_is_named() -> None:
+    compiled: Any = torch.compile(Broken(), backend="eager")
     compiled(torch.ones(1, 2))
     with watching_outputs({"": compiled}) as found:
         compiled(torch.ones(1, 2))
     assert found[0].names == ("second",)
-
-
-def test_masks_of_minus_infinity_are_no_fault() -> None:
-    model = nn.Identity()
-    with watching_outputs({"": model}) as found:
-        model(torch.tensor([0.0, -torch.inf]))
-    assert not found
-
-
-def test_entries_of_a_batch_that_are_not_finite_are_named() -> None:
-    batch = {"ids": torch.ones(2, dtype=torch.long), "pixels": [torch.tensor([1.0, torch.nan])]}
-    assert nonfinite_in(batch) == ["pixels"]
 
 
 # ---- a run that cannot begin ----
@@ -113,11 +85,8 @@ def test_the_data_of_a_model_without_an_embedding_are_looked_at(tmp_path: Path) 
     assert [each["check_data"]["looked_at"] for each in looked] == [16]
 
 
-@pytest.mark.parametrize("learning_rate", [0.0, 1e-3])
-def test_nan_in_the_very_first_forward_ends_the_run_at_once(
-    tmp_path: Path, tokenizer: Any, learning_rate: float
-) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, learning_rate=learning_rate, callbacks=[SelfHealingCallback()])
+def test_nan_in_the_very_first_forward_ends_the_run_at_once(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
     OutputFault(trainer.model, strike=lambda _: True)
     told = ending(trainer, tmp_path)
     assert told["step"] == 0
@@ -127,15 +96,8 @@ def test_nan_in_the_very_first_forward_ends_the_run_at_once(
     assert len(told["chain"]) == 1
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [{"learning_rate": 0.0}, {"warmup_steps": 4, "max_steps": 8}],
-    ids=["rate 0", "warm-up from 0"],
-)
-def test_a_rate_that_has_changed_nothing_is_not_blamed(
-    tmp_path: Path, tokenizer: Any, arguments: dict[str, Any]
-) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **arguments)
+def test_a_rate_that_has_changed_nothing_is_not_blamed(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], learning_rate=0.0)
     OutputFault(trainer.model, strike=lambda _: trainer.state.global_step >= 1)
     told = ending(trainer, tmp_path)
     assert told["failure"] == "nonfinite_from_the_start"

@@ -10,8 +10,6 @@ from conftest import OutputFault, journal, sft_trainer
 from transformers import TrainerCallback
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
-from self_healing.checkpoints.marker import missing_steps_in
-from self_healing.healers.numerics.state import MissingSteps
 
 
 def always(forward: int) -> bool:
@@ -23,39 +21,6 @@ class Stopping(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop = state.global_step == 2
-
-
-class TestCounting:
-    def test_a_step_that_is_decided_about_twice_is_missing_once(self) -> None:
-        missing = MissingSteps()
-        for step in (3, 3, 4):
-            missing.left_out(step)
-        assert missing.count == 2
-
-    def test_going_back_over_steps_that_were_left_out_counts_them_once(self) -> None:
-        missing = MissingSteps()
-        missing.left_out(6)
-        missing.left_out(7)
-        # In step 7, to the state of step 4.
-        missing.went_back(8, 4)
-        assert missing.count == 4
-
-    def test_steps_that_are_applied_again_are_not_missing(self) -> None:
-        missing = MissingSteps()
-        missing.went_back(8, 4)
-        missing.applied_again(4)
-        assert missing.count == 0
-
-    def test_a_step_that_was_not_finished_is_decided_about_again(self) -> None:
-        missing = MissingSteps()
-        missing.left_out(2)
-        missing.left_out(5)
-        again = MissingSteps()
-        again.load_state_dict(missing.state_dict())
-        again.goes_on_at(5)
-        assert again.count == 1
-        again.left_out(5)
-        assert again.count == 2
 
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["wrapper", "callback alone"])
@@ -104,16 +69,3 @@ def test_a_resume_none_of_whose_steps_count_has_failed(tmp_path: Path, tokenizer
     OutputFault(resumed.model, always)
     with pytest.raises(UnrecoverableTrainingError, match=r"4 of its 5 steps .* none of the 1 since step 4 among them"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-
-
-def test_what_is_missing_is_known_to_the_process_that_resumes(tmp_path: Path, tokenizer: Any) -> None:
-    arguments = {"save_strategy": "steps", "save_steps": 3}
-    first = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], max_steps=3, **arguments)
-    OutputFault(first.model, lambda _: first.state.global_step == 1)
-    first.train()
-    assert missing_steps_in(str(tmp_path / "checkpoint-3")) == 1
-    callback = SelfHealingCallback()
-    resumed = sft_trainer(tmp_path, tokenizer, callbacks=[callback], max_steps=4, **arguments)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert callback.run is not None
-    assert callback.run.numerics.missing.trained(4) == 3

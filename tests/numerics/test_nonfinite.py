@@ -26,7 +26,6 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.healers.assembly import assemble
 
 
 def incidents(output_dir: Path) -> list[dict[str, Any]]:
@@ -77,16 +76,13 @@ def test_a_nan_never_enters_the_running_loss_at_default_logging_steps(
     assert output.training_loss == pytest.approx(expected.training_loss, abs=1e-6)
 
 
-@pytest.mark.parametrize("nan_filter", [True, False], ids=["filter", "no_filter"])
 @pytest.mark.parametrize("micro_batch", [0, 1])
 def test_a_transient_inf_in_one_gradient_entry_leaves_no_trace(
-    tmp_path: Path, tokenizer: Any, micro_batch: int, nan_filter: bool
+    tmp_path: Path, tokenizer: Any, micro_batch: int
 ) -> None:
-    clean = sft_trainer(tmp_path / "clean", tokenizer, logging_nan_inf_filter=nan_filter)
+    clean = sft_trainer(tmp_path / "clean", tokenizer)
     clean.train()
-    trainer = sft_trainer(
-        tmp_path / "faulty", tokenizer, logging_nan_inf_filter=nan_filter, callbacks=[SelfHealingCallback()]
-    )
+    trainer = sft_trainer(tmp_path / "faulty", tokenizer, callbacks=[SelfHealingCallback()])
     fault = GradientFault(trainer.model, strike=lambda backward: backward == 5 + micro_batch)
     trainer.train()
 
@@ -97,7 +93,7 @@ def test_a_transient_inf_in_one_gradient_entry_leaves_no_trace(
     assert (incident["failure"], incident["steps_lost"]) == ("nonfinite_transient", 0)
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", ["Trainer", "DPOTrainer", "RLOOTrainer"])
 def test_a_transient_nan_in_any_trainer_is_undone_exactly(tmp_path: Path, tokenizer: Any, name: str) -> None:
     clean = TRAINERS[name](tmp_path / "clean", tokenizer, max_steps=4)
     clean.train()
@@ -114,14 +110,10 @@ def test_a_transient_nan_in_any_trainer_is_undone_exactly(tmp_path: Path, tokeni
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"gradient_accumulation_steps": 1},
         {"gradient_accumulation_steps": 3, "num_train_epochs": 2, "max_steps": -1},
         {"packing": True, "max_length": 32},
-        {"padding_free": True, "max_length": None},
         {"dataloader_num_workers": 2},
         {"max_grad_norm": 0.0},
-        {"include_num_input_tokens_seen": "all"},
-        {"label_smoothing_factor": 0.1},
         {"neftune_noise_alpha": 5.0},
         {"gradient_checkpointing": True},
     ],
@@ -162,18 +154,6 @@ def test_nan_while_a_policy_generates_is_healed_though_it_arrives_as_an_exceptio
     assert generated["fired"] == 1
     assert_same_weights(weights(trainer), weights(clean))
     assert logged(trainer) == logged(clean)
-
-
-def test_a_step_that_was_healed_bitwise_is_not_judged_by_the_losses_after_it(tmp_path: Path) -> None:
-    run = assemble(HealingConfig(outcome_steps=2), tmp_path)
-    run.numerics.detector.losses.extend((0.01, 0.011, 0.009, 0.01))
-    incident = run.journal.open(4, "nonfinite_loss", {})
-    run.journal.acted(incident, "use_reexecuted_step")
-    run.context.outcomes.wait_for(incident)
-    # As in RLOO, whose loss is that of the policy: it may go anywhere.
-    for _ in range(2):
-        run.context.outcomes.take_in(5.0, step=0)
-    assert incident.outcome == "resolved"
 
 
 # ---- numerical: neither re-execution nor any row explains it ----
@@ -247,24 +227,6 @@ def test_skipping_cannot_hide_a_dead_model(tmp_path: Path, tokenizer: Any) -> No
         trainer.train()
     assert fault.fired
     assert trainer.state.global_step <= 8
-
-
-def test_corrupted_weights_without_a_state_to_go_back_to_stop_the_run(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(HealingConfig(snapshots=False))])
-    corrupted = []
-
-    def corrupt(module: Any, inputs: Any) -> None:
-        if trainer.state.global_step == 3 and not corrupted:
-            corrupted.append(True)
-            trainer.model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
-
-    trainer.model.model.norm.register_forward_pre_hook(corrupt)
-    with pytest.raises(UnrecoverableTrainingError, match="hold NaN or Inf"):
-        trainer.train()
-    assert corrupted
-    (diagnosed,) = journal(tmp_path, "diagnosed")
-    assert diagnosed["failure"] == "corrupted_state"
-    assert diagnosed["evidence"]["tensors"][0] == "model.layers.1.mlp.up_proj.weight"
 
 
 # ---- other wishes than healing ----
@@ -362,38 +324,6 @@ def test_a_transient_nan_under_a_scaler_is_undone_exactly(tmp_path: Path, tokeni
     assert_same_weights(weights(trainer), weights(clean))
 
 
-def test_a_skipped_step_under_a_scaler_is_skipped(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
-    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    fault = OutputFault(trainer.model, strike=lambda _: trainer.state.global_step == 2)
-    trainer.train()
-    assert fault.fired
-    assert trainer.state.global_step == 6
-    assert [incident["steps_lost"] for incident in incidents(tmp_path)] == [1]
-    assert all(torch.isfinite(value).all() for value in weights(trainer).values())
-
-
-def test_lora_is_healed_as_well(tmp_path: Path, tokenizer: Any) -> None:
-    from peft import LoraConfig
-
-    def build(name: str, **more: Any) -> Any:
-        return sft_trainer(
-            tmp_path / name,
-            tokenizer,
-            trainer_kwargs={"peft_config": LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])},
-            **more,
-        )
-
-    clean = build("clean")
-    clean.train()
-    trainer = build("struck", callbacks=[SelfHealingCallback()])
-    fault = OutputFault(trainer.model.base_model.model, strike=lambda forward: forward == 5)
-    trainer.train()
-    assert fault.fired == 1
-    assert_same_weights(weights(trainer), weights(clean))
-    assert logged(trainer) == logged(clean)
-
-
 def test_a_user_who_logs_in_compute_loss_sees_it_once(tmp_path: Path, tokenizer: Any) -> None:
     from trl import SFTTrainer
 
@@ -432,32 +362,3 @@ def test_overflow_that_outlasts_patience_lowers_the_scale_until_the_run_goes_on(
     assert trainer.accelerator.scaler.get_scale() == 64.0
     assert trainer.state.global_step == 10
     assert len(incidents(tmp_path)) == 2
-
-
-def test_an_incident_that_is_waited_for_twice_has_one_outcome(tmp_path: Path) -> None:
-    run = assemble(HealingConfig(outcome_steps=2), tmp_path)
-    incident = run.journal.open(4, "nonfinite_loss", {})
-    run.journal.acted(incident, "skip_step")
-    for _ in range(2):
-        # When the step is left out, and when the run goes back because of it.
-        run.context.outcomes.wait_for(incident)
-    for _ in range(4):
-        run.context.outcomes.take_in(5.0, step=0)
-    assert len(incidents(tmp_path)) == 1
-
-
-def test_each_incident_of_a_patience_that_ends_has_one_outcome(tmp_path: Path, tokenizer: Any) -> None:
-    callback = SelfHealingCallback(HealingConfig(nan_patience=2))
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[callback], max_steps=30)
-
-    def overflow(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
-        # Rows are finite one by one: it is the computation.
-        strikes = module.training and len(output) > 1 and trainer.state.global_step in (10, 11)
-        return output * torch.nan if strikes else None
-
-    trainer.model.model.norm.register_forward_hook(overflow)
-    trainer.train()
-    outcomes = incidents(tmp_path)
-    assert len({outcome["incident"] for outcome in outcomes}) == len(outcomes) == 2
-    resolved = sum(outcome["outcome"] == "resolved" for outcome in outcomes)
-    assert trainer.state.log_history[-1]["healing/resolved"] == resolved == 2

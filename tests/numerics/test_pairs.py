@@ -21,7 +21,6 @@ from conftest import (
     sft_trainer,
     weights,
 )
-from transformers import TrainerCallback
 
 from self_healing import SelfHealingTrainer
 from self_healing.checkpoints.marker import checkpoints_in
@@ -49,10 +48,6 @@ def runs_out(_: Any) -> None:
 
 def raises(_: Any) -> None:
     raise RuntimeError("a copy failed")
-
-
-def breaks_the_device(_: Any) -> None:
-    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
 
 def disconnects(_: Any) -> None:
@@ -127,27 +122,13 @@ def test_an_emergency_checkpoint_outlasts_a_second_fault(
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
-def nan_moments(trainer: Any) -> None:
-    """A number of the optimizer's state is NaN from here on."""
-    next(iter(trainer.optimizer.state.values()))["exp_avg"].view(-1)[0] = torch.nan
-
-
-@pytest.mark.parametrize(
-    ("method", "fault"),
-    [
-        ("save_model", nan),
-        pytest.param("_save_optimizer_and_scheduler", nan_moments, marks=pytest.mark.slow),
-    ],
-)
-def test_what_turned_nan_while_it_was_saved_is_not_left_to_the_next_process(
-    tmp_path: Path, tokenizer: Any, method: str, fault: Callable[[Any], None]
-) -> None:
+def test_what_turned_nan_while_it_was_saved_is_not_left_to_the_next_process(tmp_path: Path, tokenizer: Any) -> None:
     left = tmp_path / "left"
 
     def die(_: float) -> None:
         shutil.copytree(tmp_path / "run", left)
 
-    run_struck(tmp_path / "run", tokenizer, method, fault, after=False, sleep=die)
+    run_struck(tmp_path / "run", tokenizer, "save_model", nan, after=False, sleep=die)
     (checkpoint,) = checkpoints_in(left)
     verdict = vet(checkpoint)
     assert verdict.usable, verdict.reason
@@ -160,59 +141,6 @@ def test_a_re_entry_outlasts_a_second_fault(
     tmp_path: Path, tokenizer: Any, undisturbed: Any, method: str, when: str, fault: str
 ) -> None:
     assert_no_trace(run_struck(tmp_path, tokenizer, method, FAULTS[fault], when == "after"), undisturbed, tmp_path)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    directory = tmp_path_factory.mktemp("saved")
-    sft_trainer(directory, tokenizer, save_strategy="steps", save_steps=4, **RUN).train()
-    return directory / "checkpoint-4"
-
-
-def resumed_while_struck(
-    directory: Path, tokenizer: Any, saved: Path, method: str, fault: Callable[[Any], None]
-) -> Any:
-    trainer = sft_trainer(directory, tokenizer, **RUN)
-    StrikingOnce(trainer, method, fault, lambda: True, after=True)
-    SelfHealingTrainer(trainer).train(resume_from_checkpoint=saved)
-    return trainer
-
-
-@pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=[pytest.mark.slow] * (name != LOADING[1])) for name in LOADING]
-)
-def test_a_resume_outlasts_a_load_that_fails_once(
-    tmp_path: Path, tokenizer: Any, undisturbed: Any, saved: Path, method: str
-) -> None:
-    resumed = resumed_while_struck(tmp_path, tokenizer, saved, method, raises)
-    assert_same_weights(weights(resumed), weights(undisturbed))
-
-
-def test_a_device_that_fails_while_a_checkpoint_is_loaded_is_not_asked_again(
-    tmp_path: Path, tokenizer: Any, saved: Path
-) -> None:
-    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
-        resumed_while_struck(tmp_path, tokenizer, saved, LOADING[1], breaks_the_device)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin"])
-def test_a_re_entry_that_fails_before_the_first_batch_is_tried_once_more(
-    tmp_path: Path, tokenizer: Any, undisturbed: Any, event: str
-) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, **RUN)
-    first = RaisingForward(trainer.model, lambda forward: forward == 8, lost_connection)
-    fired: list[str] = []
-
-    def fail(*_: Any, **__: Any) -> None:
-        if first.fired and not fired:
-            fired.append(event)
-            raise KeyError("text")
-
-    trainer.add_callback(type("Failing", (TrainerCallback,), {event: fail})())
-    SelfHealingTrainer(trainer, sleep=lambda _: None).train()
-    assert fired
-    assert_no_trace(trainer, undisturbed, tmp_path)
 
 
 # ---- a kill, and the job is started again ----

@@ -105,7 +105,7 @@ def _without(batch: dict[str, Any], keep: list[int]) -> dict[str, Any]:
     return {key: value[keep] for key, value in batch.items()}
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("accumulation", [1, 4])
 def test_the_gradient_is_that_of_the_batch_without_the_poison_rows(
     tmp_path: Path, tokenizer: Any, accumulation: int
 ) -> None:
@@ -142,35 +142,6 @@ def test_the_gradient_is_that_of_the_batch_without_the_poison_rows(
         for name, value in expected.items():
             torch.testing.assert_close(actual[name], value, rtol=1e-5, atol=1e-7, msg=name)
     assert losses(trainer) == pytest.approx(losses(reference), rel=1e-5)
-
-
-def test_held_out_loss_is_that_of_a_run_without_the_samples(tmp_path: Path, tokenizer: Any) -> None:
-    arguments = {"max_steps": 60, "learning_rate": 3e-3, "logging_steps": 20}
-    held_out = Dataset.from_dict({"text": TEXTS[1::3]})
-    clean = sft_trainer(
-        tmp_path / "clean",
-        tokenizer,
-        texts=[text for index, text in enumerate(TEXTS) if index not in POISONED],
-        trainer_kwargs={"eval_dataset": held_out},
-        **arguments,
-    )
-    clean.train()
-    trainer = sft_trainer(
-        tmp_path / "healed",
-        tokenizer,
-        texts=poisoned_texts(),
-        trainer_kwargs={"eval_dataset": held_out},
-        callbacks=[SelfHealingCallback()],
-        **arguments,
-    )
-    fault = PoisonToken(trainer.model, tokenizer.convert_tokens_to_ids(POISON_WORD))
-    trainer.train()
-    assert fault.fired
-    assert trainer.state.global_step == clean.state.global_step == 60
-    fault.remove()
-    expected, actual = clean.evaluate()["eval_loss"], trainer.evaluate()["eval_loss"]
-    assert expected < 4.0
-    assert actual == pytest.approx(expected, rel=0.02)
 
 
 def test_packed_sequences_are_named_by_position_and_segment(tmp_path: Path, tokenizer: Any) -> None:
@@ -215,16 +186,13 @@ def _spoil_segments(trainer: Any, token: int) -> None:
     trainer.model.model.norm.register_forward_hook(spoil)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_dataset_positions_are_right_with_workers_and_in_the_second_epoch(
-    tmp_path: Path, tokenizer: Any, workers: int
-) -> None:
+def test_dataset_positions_are_right_with_workers_and_in_the_second_epoch(tmp_path: Path, tokenizer: Any) -> None:
     trainer = sft_trainer(
         tmp_path,
         tokenizer,
         texts=poisoned_texts(),
         max_steps=12,
-        dataloader_num_workers=workers,
+        dataloader_num_workers=2,
         callbacks=[SelfHealingCallback()],
     )
     token = tokenizer.convert_tokens_to_ids(POISON_WORD)
@@ -286,9 +254,8 @@ def test_preference_rows_are_named_by_position(tmp_path: Path, tokenizer: Any, b
     assert all(torch.isfinite(value).all() for value in weights(trainer).values())
 
 
-@pytest.mark.parametrize("text", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["text", "no text"])
-def test_grpo_names_the_prompt(tmp_path: Path, tokenizer: Any, text: bool) -> None:
-    config = HealingConfig(max_quarantined_fraction=1.0, quarantine_text=text)
+def test_grpo_names_the_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    config = HealingConfig(max_quarantined_fraction=1.0)
     trainer = grpo_trainer(tmp_path, tokenizer, max_steps=3, callbacks=[SelfHealingCallback(config)])
     spoiled: list[str] = []
 
@@ -320,7 +287,7 @@ def test_grpo_names_the_prompt(tmp_path: Path, tokenizer: Any, text: bool) -> No
     assert spoiled
     rows = quarantined(tmp_path)
     assert rows
-    prompts = {" ".join(each.split()[:3]) for each in TEXTS} if text else {None}
+    prompts = {" ".join(each.split()[:3]) for each in TEXTS}
     assert all(row["prompt"] in prompts for row in rows)
     assert all(torch.isfinite(value).all() for value in weights(trainer).values())
 
@@ -343,17 +310,6 @@ def test_a_batch_of_one_bad_row_is_told_from_a_broken_model_by_an_earlier_batch(
     assert {row["dataset_index"] for row in quarantined(tmp_path)} == set(POISONED)
     assert [event["steps_lost"] for event in journal(tmp_path, "outcome")] == [1, 1, 1]
     assert trainer.state.log_history[-1]["healing/skipped_steps"] == 3
-
-
-def test_without_leave_to_drop_rows_the_step_is_skipped_and_the_rows_are_named(tmp_path: Path, tokenizer: Any) -> None:
-    config = HealingConfig(drop_poison_rows=False)
-    trainer = sft_trainer(
-        tmp_path, tokenizer, texts=poisoned_texts(), max_steps=8, callbacks=[SelfHealingCallback(config)]
-    )
-    PoisonToken(trainer.model, tokenizer.convert_tokens_to_ids(POISON_WORD))
-    trainer.train()
-    assert {row["dataset_index"] for row in quarantined(tmp_path)} == set(POISONED)
-    assert all(event["steps_lost"] == 1 for event in journal(tmp_path, "outcome"))
 
 
 def test_the_offending_batch_is_kept_for_replay(tmp_path: Path, tokenizer: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,6 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.checkpoints.choice import mark_suspect, older_checkpoints
 from self_healing.checkpoints.marker import load_marker, standing_of, write_marker
 
 
@@ -105,29 +102,6 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before_it(
     assert (outcome["failure"], outcome["outcome"]) == ("damaged_checkpoint", "resolved")
 
 
-def test_so_is_one_that_few_steps_are_left_after(whole: Any, run_dir: Path, tokenizer: Any) -> None:
-    damage_weights(run_dir / "checkpoint-12")
-    resumed = sft_trainer(run_dir, tokenizer, **STEPS | {"max_steps": 13})
-    SelfHealingTrainer(resumed).train(resume_from_checkpoint="auto")
-
-    assert [event["resumed_from"][-12:] for event in journal(run_dir, "run_started")[1:]][1:] == ["checkpoint-8"]
-    assert resumed.state.global_step == 13
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"snapshots": False}], ids=str)
-def test_several_damaged_ones_are_left_behind_together(
-    whole: Any, run_dir: Path, tokenizer: Any, settings: dict[str, Any]
-) -> None:
-    damage_weights(run_dir / "checkpoint-12")
-    damage_weights(run_dir / "checkpoint-8")
-    resumed = sft_trainer(run_dir, tokenizer, **STEPS)
-    SelfHealingTrainer(resumed, HealingConfig(**settings)).train(resume_from_checkpoint="auto")
-
-    assert_same_weights(weights(resumed), weights(whole))
-    assert journal(run_dir, "run_started")[-1]["resumed_from"] == str(run_dir / "checkpoint-4")
-
-
 def test_the_callback_alone_stops_and_names_the_older_one(whole: Any, run_dir: Path, tokenizer: Any) -> None:
     damage_weights(run_dir / "checkpoint-12")
     resumed = sft_trainer(run_dir, tokenizer, callbacks=[SelfHealingCallback()], **STEPS)
@@ -152,43 +126,8 @@ def test_no_checkpoint_is_blamed_for_what_is_wrong_with_all_of_them(run_dir: Pat
     assert standing_of(str(run_dir / "checkpoint-12")) == "unverified"
 
 
-@pytest.mark.slow
-def test_no_checkpoint_is_blamed_for_a_learning_rate(run_dir: Path, tokenizer: Any) -> None:
-    resumed = sft_trainer(run_dir, tokenizer, **STEPS | {"max_steps": 24})
-    original = resumed._load_optimizer_and_scheduler
-
-    def load(checkpoint: str | None) -> None:
-        original(checkpoint)
-        resumed.lr_scheduler.base_lrs = [1e9] * len(resumed.optimizer.param_groups)
-        for group in resumed.optimizer.param_groups:
-            group["lr"] = 1e9
-
-    resumed._load_optimizer_and_scheduler = load
-    with contextlib.suppress(UnrecoverableTrainingError):
-        SelfHealingTrainer(resumed).train(resume_from_checkpoint="auto")
-    assert "reduce_learning_rate" in actions(run_dir)
-    assert standing_of(str(run_dir / "checkpoint-12")) == "unverified"
-
-
 def test_no_checkpoint_is_blamed_for_harder_data(run_dir: Path, tokenizer: Any) -> None:
     harder = [" ".join(reversed(text)) for text in TEXTS]
     resumed = sft_trainer(run_dir, tokenizer, texts=harder, callbacks=[SelfHealingCallback()], **STEPS)
     resumed.train(resume_from_checkpoint=str(run_dir / "checkpoint-12"))
     assert standing_of(str(run_dir / "checkpoint-12")) != "suspect"
-
-
-class TestOnDisk:
-    def test_another_name_for_the_same_files_is_no_older_checkpoint(self, run_dir: Path) -> None:
-        linked = run_dir / "last-known-good" / "checkpoint-12"
-        linked.parent.mkdir()
-        shutil.copytree(run_dir / "checkpoint-12", linked, copy_function=os.link)
-        found = list(older_checkpoints(str(run_dir / "checkpoint-12"), str(run_dir)))
-        assert found == [str(run_dir / "checkpoint-8"), str(run_dir / "checkpoint-4")]
-
-    def test_what_has_the_files_of_a_damaged_one_is_marked_with_it(self, run_dir: Path) -> None:
-        linked = run_dir / "last-known-good" / "checkpoint-12"
-        linked.parent.mkdir()
-        shutil.copytree(run_dir / "checkpoint-12", linked, copy_function=os.link)
-        mark_suspect(str(run_dir / "checkpoint-12"), str(run_dir), "incident")
-        standings = [standing_of(str(path)) for path in (run_dir / "checkpoint-12", linked, run_dir / "checkpoint-8")]
-        assert standings == ["suspect", "suspect", "verified"]

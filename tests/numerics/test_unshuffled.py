@@ -16,7 +16,6 @@ from self_healing import HealingConfig, SelfHealingCallback
 
 
 ROWS, FEATURES = 512, 8
-STEPS = 1500
 
 
 class Regression(torch.nn.Module):
@@ -68,22 +67,6 @@ class InTurns(Dataset[dict[str, torch.Tensor]]):
         inputs = torch.randn(256, FEATURES, generator=generator)
         noise = 0.3 * torch.randn(256, generator=generator)
         return {"inputs": inputs, "labels": inputs @ self.weights[self.kinds[index]] + noise}
-
-
-def in_shards(seed: int) -> list[float]:
-    """One level for 30 to 80 steps; they differ by 10 %."""
-    generator = torch.Generator().manual_seed(seed)
-    levels: list[float] = []
-    while len(levels) < STEPS:
-        steps = int(torch.randint(30, 81, (1,), generator=generator))
-        levels += [math.exp(0.1 * float(torch.randn(1, generator=generator)))] * steps
-    return levels[:STEPS]
-
-
-def sorted_by_level(seed: int) -> list[float]:
-    """The easiest first, in an epoch of which there are three."""
-    generator = torch.Generator().manual_seed(seed)
-    return sorted((0.15 * torch.randn(STEPS // 3, generator=generator)).exp().tolist())
 
 
 def trained(
@@ -150,19 +133,3 @@ def test_what_is_forgotten_for_another_kind_is_not_taken_for_worse_weights(tmp_p
     # The weights the run began with are much better on this batch, and as much worse on the one before it.
     same_batch = found["evidence"]["same_batch"]
     assert same_batch["weights of step 0"]["loss"] < 0.5 * found["evidence"]["loss_now"]
-
-
-@pytest.mark.slow
-class TestOrderedData:
-    """Rises that are reported are tried out on trusted weights, and that is all."""
-
-    @pytest.mark.parametrize("scaled", [False, True], ids=["labels of other noise", "labels of another scale"])
-    @pytest.mark.parametrize("seed", range(3))
-    def test_in_shards_change_no_weight(self, tmp_path: Path, seed: int, scaled: bool) -> None:
-        seen = assert_left_alone(tmp_path, InOrder(in_shards(seed), seed, scaled), STEPS)
-        assert seen["divergence"], "nothing was tried out"
-
-    @pytest.mark.parametrize("scaled", [False, True], ids=["labels of other noise", "labels of another scale"])
-    @pytest.mark.parametrize("seed", range(3))
-    def test_sorted_in_each_epoch_change_no_weight(self, tmp_path: Path, seed: int, scaled: bool) -> None:
-        assert_left_alone(tmp_path, InOrder(sorted_by_level(seed), seed, scaled), STEPS)
