@@ -31,12 +31,10 @@ from transformers import TrainerCallback
 
 from self_healing import (
     HealingConfig,
-    HealingReport,
     SelfHealingCallback,
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.healers.restarts.attempts import Attempts
 
 
 # 64 rows, 4 a micro-batch, 2 micro-batches a step: 8 steps an epoch.
@@ -81,22 +79,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> tup
     return trainer, trainer.train()
 
 
-@pytest.mark.parametrize(
-    "forwards",
-    [
-        (1,),
-        (2,),
-        pytest.param((3,), marks=pytest.mark.slow),
-        pytest.param((8,), marks=pytest.mark.slow),
-        (17,),
-        pytest.param((18,), marks=pytest.mark.slow),
-        (23,),
-        (7, 8),
-        pytest.param((7, 9), marks=pytest.mark.slow),
-        (17, 18, 19),
-    ],
-    ids=lambda forwards: "forward " + ",".join(map(str, forwards)),
-)
+@pytest.mark.parametrize("forwards", [(1,), (23,), (17, 18, 19)], ids=str)
 def test_a_lost_connection_in_the_model_costs_no_step(
     tmp_path: Path, tokenizer: Any, undisturbed: tuple[Any, Any], forwards: tuple[int, ...]
 ) -> None:
@@ -109,20 +92,7 @@ def test_a_lost_connection_in_the_model_costs_no_step(
     assert not list((tmp_path / "healed").glob("checkpoint-*")), "emergency checkpoints that served are removed"
 
 
-@pytest.mark.parametrize(
-    "calls",
-    [
-        (1,),
-        pytest.param((2,), marks=pytest.mark.slow),
-        (4,),
-        (9,),
-        (17,),
-        pytest.param((18,), marks=pytest.mark.slow),
-        pytest.param((21,), marks=pytest.mark.slow),
-        (9, 10),
-    ],
-    ids=lambda calls: "batch " + ",".join(map(str, calls)),
-)
+@pytest.mark.parametrize("calls", [(1,), (9, 10)], ids=str)
 def test_a_lost_connection_in_the_collator_costs_no_step(
     tmp_path: Path, tokenizer: Any, undisturbed: tuple[Any, Any], calls: tuple[int, ...]
 ) -> None:
@@ -181,7 +151,7 @@ def undisturbed_generation(
     return request.param, trainer, trainer.train()
 
 
-@pytest.mark.parametrize("forwards", [(1,), (2,), (5,), (6, 7)], ids=str)
+@pytest.mark.parametrize("forwards", [(2,), (6, 7)], ids=str)
 def test_generation_is_taken_up_again_exactly(
     undisturbed_generation: tuple[Any, Any, Any], tmp_path: Path, tokenizer: Any, forwards: tuple[int, ...]
 ) -> None:
@@ -208,26 +178,6 @@ def test_a_generation_cycle_longer_than_a_step_is_taken_up_in_the_middle(tmp_pat
     assert_same_run(trainer, output, clean, expected)
 
 
-def test_a_reward_service_that_fails_costs_no_step(tmp_path: Path, tokenizer: Any) -> None:
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        return [float(len(text)) for text in completions]
-
-    calls = {"count": 0}
-
-    def flaky(completions: list[str], **_: Any) -> list[float]:
-        calls["count"] += 1
-        if calls["count"] == 3:
-            raise TimeoutError("reward service")
-        return reward(completions)
-
-    flaky.__name__ = "reward"
-    clean = grpo_trainer(tmp_path / "clean", tokenizer, reward_funcs=reward)
-    expected = clean.train()
-    trainer = grpo_trainer(tmp_path / "healed", tokenizer, reward_funcs=flaky)
-    output = heal(trainer)
-    assert_same_run(trainer, output, clean, expected)
-
-
 EVALUATED_AND_SAVED = {
     **TWO_EPOCHS,
     "eval_strategy": "steps",
@@ -244,56 +194,34 @@ def undisturbed_with_all_events(tmp_path_factory: pytest.TempPathFactory, tokeni
     return trainer, trainer.train()
 
 
-@pytest.mark.parametrize("position", [pytest.param("first", marks=pytest.mark.slow), "last"])
 @pytest.mark.parametrize(
     ("event", "step"),
     [
         ("on_train_begin", 0),
-        pytest.param("on_epoch_begin", 0, marks=pytest.mark.slow),
-        ("on_epoch_begin", 8),
         ("on_step_begin", 4),
-        pytest.param("on_substep_end", 4, marks=pytest.mark.slow),
         ("on_pre_optimizer_step", 4),
-        pytest.param("on_optimizer_step", 4, marks=pytest.mark.slow),
-        ("on_step_end", 5),
-        pytest.param("on_step_end", 6, marks=pytest.mark.slow),
-        pytest.param("on_step_end", 8, marks=pytest.mark.slow),
-        ("on_step_end", 16),
-        ("on_log", 6),
-        pytest.param("on_log", 16, marks=pytest.mark.slow),
-        pytest.param("on_evaluate", 4, marks=pytest.mark.slow),
+        ("on_epoch_begin", 8),
         ("on_evaluate", 8),
+        ("on_log", 6),
         ("on_save", 5),
-        pytest.param("on_epoch_end", 8, marks=pytest.mark.slow),
         ("on_epoch_end", 16),
         ("on_train_end", 16),
     ],
 )
 def test_a_callback_that_raises_anywhere_costs_no_step(
-    tmp_path: Path,
-    tokenizer: Any,
-    undisturbed_with_all_events: tuple[Any, Any],
-    event: str,
-    step: int,
-    position: str,
+    tmp_path: Path, tokenizer: Any, undisturbed_with_all_events: tuple[Any, Any], event: str, step: int
 ) -> None:
     clean, expected = undisturbed_with_all_events
     raising = RaisingAt(event, step)
     trainer = sft_trainer(tmp_path / "healed", tokenizer, **EVALUATED_AND_SAVED)
-    if position == "first":
-        trainer.callback_handler.callbacks.insert(0, raising)
-    wrapper = SelfHealingTrainer(trainer, callbacks=None, sleep=lambda _: None)
-    if position == "last":
-        trainer.add_callback(raising)
+    wrapper = SelfHealingTrainer(trainer, sleep=lambda _: None)
+    trainer.add_callback(raising)
     output = wrapper.train()
     assert raising.fired == 1
-    assert_same_weights(weights(trainer), weights(clean))
-    assert output.global_step == expected.global_step
-    assert output.training_loss == expected.training_loss
-    assert logged(trainer) == logged(clean)
+    assert_same_run(trainer, output, clean, expected)
 
 
-@pytest.mark.parametrize("event", ["on_step_end", "on_save", "on_epoch_end", "on_train_end"])
+@pytest.mark.parametrize("event", ["on_save", "on_train_end"])
 def test_after_the_last_step_in_mid_epoch_no_step_more_is_trained(tmp_path: Path, tokenizer: Any, event: str) -> None:
     arguments = {"max_steps": 5, "save_strategy": "steps", "save_steps": 5}
     clean = sft_trainer(tmp_path / "clean", tokenizer, **arguments)
@@ -303,27 +231,6 @@ def test_after_the_last_step_in_mid_epoch_no_step_more_is_trained(tmp_path: Path
     output = heal(trainer)
     assert raising.fired == 1
     assert_same_run(trainer, output, clean, expected)
-
-
-def test_a_checkpoint_that_could_not_be_written_is_written_again(tmp_path: Path, tokenizer: Any) -> None:
-    arguments = {**TWO_EPOCHS, "save_strategy": "steps", "save_steps": 5}
-    clean = sft_trainer(tmp_path / "clean", tokenizer, **arguments)
-    expected = clean.train()
-    trainer = sft_trainer(tmp_path / "healed", tokenizer, **arguments)
-    save, failed = trainer._save_optimizer_and_scheduler, []
-
-    def fail_once(output_dir: str) -> None:
-        if not failed:
-            failed.append(output_dir)
-            raise ConnectionError("network file system")
-        save(output_dir)
-
-    trainer._save_optimizer_and_scheduler = fail_once
-    output = heal(trainer)
-    assert failed
-    assert_same_run(trainer, output, clean, expected)
-    names = {path.name for path in (tmp_path / "healed").glob("checkpoint-*")}
-    assert names == {path.name for path in (tmp_path / "clean").glob("checkpoint-*")}
 
 
 # ---- what cannot be healed ----
@@ -368,30 +275,6 @@ def test_a_users_exception_surfaces_unchanged_with_an_exact_checkpoint(
     assert_same_weights(weights(resumed), weights(clean))
 
 
-def test_where_no_emergency_checkpoint_is_written_nothing_speaks_of_one(tmp_path: Path, tokenizer: Any) -> None:
-    arguments = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
-    trainer = sft_trainer(tmp_path, tokenizer, **arguments)
-    RaisingForward(trainer.model, lambda _: trainer.state.global_step == 6, raise_value_error)
-    with pytest.raises(ValueError, match="a bug"):
-        SelfHealingTrainer(trainer, HealingConfig(emergency_checkpoint=False)).train()
-    postmortem = json.loads((tmp_path / "postmortem.json").read_text())
-    assert postmortem["emergency_checkpoint"] is None
-    assert "emergency checkpoint" not in postmortem["what_to_do"]
-    assert f"The checkpoint to resume from: {tmp_path / 'checkpoint-4'}." in postmortem["what_to_do"]
-    assert str(tmp_path / "checkpoint-4") in postmortem["resume_with"]
-    tried, _ = journal(tmp_path, "action")
-    assert (tried["action"], tried["happened"]) == ("emergency_checkpoint", False)
-    assert HealingReport.from_run_dir(tmp_path).incidents[0]["actions"] == ["stop"]
-
-    resumed = SelfHealingTrainer(sft_trainer(tmp_path, tokenizer, **arguments))
-    resumed.train(resume_from_checkpoint=True)
-    # Steps 5 and 6 were done twice, and are in the weights.
-    for report in (resumed.get_report(), HealingReport.from_run_dir(tmp_path)):
-        assert (report.steps_lost, report.steps_repeated) == (0, 2)
-    assert resumed._run is not None
-    assert resumed._run.numerics.missing.trained(8) == 8
-
-
 @pytest.mark.parametrize("kind", [Unspeakable, asyncio.CancelledError, PanicException])
 def test_an_exception_of_an_odd_kind_surfaces_unchanged_with_a_checkpoint(
     tmp_path: Path, tokenizer: Any, kind: type[BaseException]
@@ -411,34 +294,6 @@ def test_an_exception_of_an_odd_kind_surfaces_unchanged_with_a_checkpoint(
     postmortem = json.loads((tmp_path / "postmortem.json").read_text())
     assert kind.__name__ in postmortem["verdict"]
     assert (Path(postmortem["emergency_checkpoint"]) / "trainer_state.json").is_file()
-
-
-def test_how_a_run_ends_may_be_impossible_to_write_down(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*_: Any) -> None:
-        raise RuntimeError("a bug of ours")
-
-    trainer = sft_trainer(tmp_path, tokenizer, max_steps=2)
-    RaisingForward(trainer.model, lambda forward: forward == 1, raise_value_error)
-    monkeypatch.setattr(Attempts, "end", failing)
-    with pytest.raises(ValueError, match="a bug in the user's code"):
-        SelfHealingTrainer(trainer).train()
-
-
-def test_after_an_interruption_the_postmortem_names_the_newest_checkpoint(tmp_path: Path, tokenizer: Any) -> None:
-    class Interrupting(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step == 3:
-                raise KeyboardInterrupt
-
-    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[Interrupting()], **saving)
-    with pytest.raises(KeyboardInterrupt):
-        SelfHealingTrainer(trainer).train()
-    postmortem = json.loads((tmp_path / "postmortem.json").read_text())
-    assert postmortem["emergency_checkpoint"] is None
-    assert "checkpoint-2" in postmortem["resume_with"]
 
 
 def test_an_exception_raised_twice_while_the_step_is_reexecuted_is_the_users_own(
@@ -499,15 +354,6 @@ def test_a_service_that_never_comes_back_ends_within_the_budget(tmp_path: Path, 
     assert (tmp_path / "checkpoint-2" / "trainer_state.json").is_file()
 
 
-def test_progress_gives_the_attempts_back(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, max_steps=12)
-    fault = RaisingForward(trainer.model, lambda forward: forward in (3, 9, 15, 21), lost_connection)
-    SelfHealingTrainer(
-        trainer, HealingConfig(max_recovery_attempts=1, budget_refund_steps=2), sleep=lambda _: None
-    ).train()
-    assert fault.fired == 4
-
-
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
 def test_an_interruption_passes_through_after_a_postmortem(
     tmp_path: Path, tokenizer: Any, interruption: type[BaseException]
@@ -521,17 +367,7 @@ def test_an_interruption_passes_through_after_a_postmortem(
     assert "training_step" not in vars(trainer)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        KeyError,
-        pytest.param(TypeError, marks=pytest.mark.slow),
-        KeyboardInterrupt,
-        pytest.param(lost_connection, id="budget spent"),
-        pytest.param(Unspeakable, marks=pytest.mark.slow),
-        pytest.param(PanicException, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, pytest.param(lost_connection, id="budget spent")])
 def test_what_leaves_the_wrapper_says_how_to_go_on(tmp_path: Path, tokenizer: Any, error: Any) -> None:
     trainer = sft_trainer(tmp_path, tokenizer, save_strategy="steps", save_steps=2)
     RaisingForward(trainer.model, lambda forward: forward >= 7, error)
@@ -567,7 +403,7 @@ class KeyErrorIn(TrainerCallback):
 
 @pytest.mark.parametrize(
     ("event", "raised"),
-    [("on_train_begin", ConnectionError), ("on_epoch_begin", ConnectionError), ("on_step_begin", KeyError)],
+    [("on_epoch_begin", ConnectionError), ("on_step_begin", KeyError)],
 )
 def test_where_training_cannot_be_entered_again_the_first_exception_is_raised(
     tmp_path: Path, tokenizer: Any, event: str, raised: type[Exception]

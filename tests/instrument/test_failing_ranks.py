@@ -78,8 +78,8 @@ def test_elsewhere_it_ends_the_job_and_the_next_start_trains_without_healing(
     said = [line for line in (directory / f"{way}_second.txt").read_text().splitlines() if "[self_healing]" in line]
     assert said[0].startswith("[self_healing] Healing is off: self_healing failed on rank 1 at step")
     assert said[0].endswith(f"to heal again, please remove {directory / way / 'healing_off.json'}.")
-    (notice,) = [each for each in read_run(directory / way).notices if each.name == "healing_off"]
-    assert notice.text.startswith("healing is off (self_healing failed on rank 1")
+    (notice,) = [each for each in read_run(directory / way).notices if each["name"] == "healing_off"]
+    assert notice["text"].startswith("healing is off (self_healing failed on rank 1")
 
 
 def test_snapshots_that_one_rank_has_no_memory_for_are_off_on_both(outcomes: dict[str, Any]) -> None:

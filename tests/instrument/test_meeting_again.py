@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from self_healing.config.schema import ConfigurationError
 from self_healing.ranks.votes import _meet
 
 
@@ -35,25 +34,3 @@ def test_ranks_that_are_started_again_meet_each_other_and_none_of_those_before_t
         early.result(0.5)
     late = meeting.come(0)
     assert early.result(60) == late.result(60) != first
-
-
-def test_what_ranks_before_these_were_set_to_is_not_compared_with() -> None:
-    meeting = Meeting()
-    for each in [meeting.come(rank) for rank in (0, 1)]:
-        each.result(60)
-    for each in [meeting.come(rank, nan_patience=5) for rank in (0, 1)]:
-        each.result(60)
-    for each in [meeting.come(0, nan_patience=5), meeting.come(1, nan_patience=6)]:
-        with pytest.raises(ConfigurationError, match="nan_patience is 5 on rank 0, and another value on rank 1"):
-            each.result(60)
-
-
-@pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
-@pytest.mark.parametrize("again", [False, True])
-def test_a_rank_that_does_not_come_is_named(rank: int, other: int, again: bool) -> None:
-    meeting = Meeting()
-    if again:
-        for each in [meeting.come(each) for each in (0, 1)]:
-            each.result(60)
-    with pytest.raises(ConfigurationError, match=f"Rank {other} has not begun a healed run, and rank {rank} has"):
-        meeting.come(rank, seconds=0.3).result(60)

@@ -10,14 +10,12 @@ import pytest
 import torch
 from conftest import (
     TEXTS,
-    OutputFault,
     RaisingAt,
     RaisingForward,
     adapter_trainer,
     assert_same_weights,
     common_arguments,
     is_own,
-    journal,
     logged,
     lost_connection,
     plain_trainer,
@@ -31,7 +29,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.checkpoints.marker import read_marker
 
 
 HELD_OUT = {"eval_dataset": Dataset.from_dict({"text": ["the model reads", "a row of text"] * 4})}
@@ -95,55 +92,31 @@ BY_EPOCH = {
 @pytest.mark.parametrize(
     ("arguments", "arm"),
     [
-        ({"max_steps": 8, "save_strategy": "steps", "save_steps": 5}, in_forward(11)),
         pytest.param(
-            {"max_steps": 15, "save_strategy": "steps", "save_steps": 5, "save_total_limit": 2},
-            in_forward(25),
-            marks=pytest.mark.slow,
+            {"max_steps": 8, "save_strategy": "steps", "save_steps": 5},
+            in_forward(11),
+            id="beside a regular checkpoint",
         ),
-        ({"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}, in_forward(9)),
-        ({"max_steps": 6, "save_only_model": True}, in_forward(6)),
-        ({"max_steps": 8, "ignore_data_skip": True}, in_forward(6)),
-        ({"max_steps": 12, "callbacks": "stop"}, in_event("on_train_end", 5)),
-        pytest.param({"max_steps": 12, "callbacks": "stop"}, in_event("on_epoch_end", 5), marks=pytest.mark.slow),
-        ({"max_steps": 12, "callbacks": "stop"}, in_event("on_step_end", 5)),
-        (PLATEAU, in_event("on_evaluate", 4)),
-        (BEST, in_event("on_evaluate", 8)),
-        (BEST, in_event("on_train_end", 8)),
-        (BY_EPOCH, in_event("on_epoch_end", 5)),
-        pytest.param(BY_EPOCH, in_event("on_evaluate", 5), marks=pytest.mark.slow),
-        pytest.param(BY_EPOCH, in_event("on_save", 5), marks=pytest.mark.slow),
-        (BY_EPOCH, in_forward(11)),
+        pytest.param(
+            {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 1},
+            in_forward(9),
+            id="under a save limit of one",
+        ),
+        pytest.param({"max_steps": 6, "save_only_model": True}, in_forward(6), id="save_only_model"),
+        pytest.param({"max_steps": 8, "ignore_data_skip": True}, in_forward(6), id="ignore_data_skip"),
+        pytest.param({"max_steps": 12, "callbacks": "stop"}, in_event("on_train_end", 5), id="stop asked for"),
+        pytest.param(PLATEAU, in_event("on_evaluate", 4), id="schedule that follows the evaluation"),
+        pytest.param(BEST, in_event("on_evaluate", 8), id="best model decided by the evaluation"),
+        pytest.param(BY_EPOCH, in_event("on_epoch_end", 5), id="epoch end"),
         pytest.param(
             {"max_steps": -1, "num_train_epochs": 2, "train_sampling_strategy": "group_by_length"},
-            in_forward(7),
-            marks=pytest.mark.slow,
+            in_forward(23),
+            id="order drawn from the global generator, epoch 2",
         ),
-        ({"max_steps": -1, "num_train_epochs": 2, "train_sampling_strategy": "group_by_length"}, in_forward(23)),
-    ],
-    ids=[
-        "beside a regular checkpoint",
-        "under a save limit",
-        "under a save limit of one",
-        "save_only_model",
-        "ignore_data_skip",
-        "stop asked for, on_train_end",
-        "stop asked for, on_epoch_end",
-        "stop asked for, on_step_end",
-        "schedule that follows the evaluation",
-        "best model decided by the evaluation",
-        "best model loaded",
-        "epoch end",
-        "evaluation by epoch",
-        "saving by epoch",
-        "first step of epoch 2",
-        "order drawn from the global generator, epoch 1",
-        "order drawn from the global generator, epoch 2",
     ],
 )
-@pytest.mark.parametrize("times", ["once", pytest.param("and again at once", marks=pytest.mark.slow)])
 def test_nothing_differs_from_the_run_without_the_fault(
-    tmp_path: Path, tokenizer: Any, arguments: dict[str, Any], arm: Arm, times: str
+    tmp_path: Path, tokenizer: Any, arguments: dict[str, Any], arm: Arm
 ) -> None:
     def build(name: str) -> Any:
         callbacks = [StopAt(5)] if arguments.get("callbacks") == "stop" else None
@@ -153,66 +126,15 @@ def test_nothing_differs_from_the_run_without_the_fault(
     expected = clean.train()
     trainer = build("healed")
     fault = arm(trainer)
-    waits: list[float] = []
-    again = {"armed": times != "once", "fired": 0}
-
-    def once_more(module: Any, inputs: Any) -> None:
-        if waits and again["armed"] and torch.is_grad_enabled():
-            again["armed"] = False
-            again["fired"] += 1
-            raise lost_connection()
-
-    trainer.model.model.norm.register_forward_pre_hook(once_more)
-    output = SelfHealingTrainer(trainer, sleep=waits.append).train()
+    output = SelfHealingTrainer(trainer, sleep=lambda _: None).train()
 
     assert fault.fired == 1
-    assert len(waits) == 1 + again["fired"]
     assert_same_weights(weights(trainer), weights(clean))
     assert logged(trainer) == logged(clean)
     assert output.training_loss == expected.training_loss
     assert output.global_step == expected.global_step
     mine, theirs = (sorted(p.name for p in (tmp_path / name).glob("*")) for name in ("healed", "clean"))
     assert [name for name in mine if not is_own(name) and name != "last-known-good"] == theirs
-
-
-class RaisesOnce(TrainerCallback):
-    """Loses its connection the first time that it is told of an event at step 4, and notes when it does not."""
-
-    def __init__(self, event: str, error: BaseException) -> None:
-        self.tried: list[int] = []
-        self.told: list[int] = []
-
-        def handler(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.tried.append(state.global_step)
-            if self.tried.count(4) == 1 and state.global_step == 4:
-                raise error
-            self.told.append(state.global_step)
-
-        setattr(self, event, handler)
-
-
-@pytest.mark.parametrize("event", ["on_log", "on_save"])
-def test_a_callback_that_raised_is_told_again(tmp_path: Path, tokenizer: Any, event: str) -> None:
-    arguments = {"max_steps": 6, "logging_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    clean = sft_trainer(tmp_path / "clean", tokenizer, **arguments)
-    clean.train()
-    raising = RaisesOnce(event, lost_connection())
-    trainer = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[raising], **arguments)
-    SelfHealingTrainer(trainer, sleep=lambda _: None).train()
-    assert raising.told[:3] == [2, 4, 6]
-    assert logged(trainer) == logged(clean)
-    assert_same_weights(weights(trainer), weights(clean))
-
-
-def test_a_whole_checkpoint_is_marked_though_a_callback_raises_in_on_save(tmp_path: Path, tokenizer: Any) -> None:
-    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
-    raising = RaisesOnce("on_save", ValueError("a mistake"))
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[raising], **arguments)
-    with pytest.raises(ValueError, match="a mistake"):
-        SelfHealingTrainer(trainer).train()
-    marker = read_marker(tmp_path / "checkpoint-4")
-    assert marker is not None
-    assert (marker["step"], marker["emergency"]) == (4, False)
 
 
 MIXED = {"bf16": True, "neftune_noise_alpha": 5.0, "gradient_checkpointing": True}
@@ -224,10 +146,9 @@ COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     [
         (adapter_trainer, MIXED),
         pytest.param(scaled_half_precision_trainer, {}, marks=pytest.mark.slow),
-        pytest.param(sft_trainer, MIXED, marks=pytest.mark.slow),
         pytest.param(sft_trainer, COMPILED, marks=pytest.mark.slow),
     ],
-    ids=["LoRA, bf16, NEFTune, checkpointing", "fp16 with a scaler", "bf16, NEFTune, checkpointing", "torch.compile"],
+    ids=["LoRA, bf16, NEFTune, checkpointing", "fp16 with a scaler", "torch.compile"],
 )
 def test_the_model_is_prepared_as_it_was_before_the_exception(
     tmp_path: Path, tokenizer: Any, build: Any, arguments: dict[str, Any]
@@ -246,16 +167,6 @@ def test_the_model_is_prepared_as_it_was_before_the_exception(
 
 def number_of_hooks(model: torch.nn.Module) -> int:
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
-
-
-def test_noise_is_added_once_after_an_exception_before_the_first_step(tmp_path: Path, tokenizer: Any) -> None:
-    plain = sft_trainer(tmp_path / "plain", tokenizer, neftune_noise_alpha=5.0)
-    plain.train()
-    fault = RaisingAt("on_train_begin", 0)
-    trainer = sft_trainer(tmp_path / "healed", tokenizer, neftune_noise_alpha=5.0, callbacks=[fault])
-    SelfHealingTrainer(trainer, sleep=lambda _: None).train()
-    assert fault.fired == 1
-    assert_same_weights(weights(trainer), weights(plain))
 
 
 def test_a_scaled_step_that_raised_is_taken_again(tmp_path: Path, tokenizer: Any) -> None:
@@ -315,9 +226,8 @@ def own_loop(rows: list[dict[str, torch.Tensor]]) -> OwnLoop:
 
 
 @pytest.mark.parametrize("loader", [Batches, own_loop])
-@pytest.mark.parametrize("step", [3, 7])
 def test_batches_of_any_loader_are_skipped_on_re_entry(
-    tmp_path: Path, tokenizer: Any, loader: Callable[..., Any], step: int
+    tmp_path: Path, tokenizer: Any, loader: Callable[..., Any]
 ) -> None:
     class OwnBatches(Trainer):
         def get_train_dataloader(self) -> Any:
@@ -327,7 +237,7 @@ def test_batches_of_any_loader_are_skipped_on_re_entry(
     clean = plain_trainer(tmp_path / "clean", tokenizer, trainer_class=OwnBatches, max_steps=9)
     clean.train()
     trainer = plain_trainer(tmp_path / "healed", tokenizer, trainer_class=OwnBatches, max_steps=9)
-    fault = in_event("on_substep_end", step)(trainer)
+    fault = in_event("on_substep_end", 7)(trainer)
     SelfHealingTrainer(trainer, sleep=lambda _: None).train()
     assert fault.fired == 1
     assert_same_weights(weights(trainer), weights(clean))
@@ -361,18 +271,6 @@ def test_an_emergency_checkpoint_that_fails_takes_no_other_with_it(
         SelfHealingTrainer(trainer).train()
     assert (tmp_path / "checkpoint-5" / "trainer_state.json").is_file()
     assert (tmp_path / "checkpoint-5" / "optimizer.pt").is_file()
-
-
-def test_a_marker_holds_only_for_the_files_it_names(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(
-        tmp_path, tokenizer, max_steps=2, save_strategy="steps", save_steps=2, callbacks=[SelfHealingCallback()]
-    )
-    trainer.train()
-    checkpoint = tmp_path / "checkpoint-2"
-    assert read_marker(checkpoint) is not None
-    with (checkpoint / "model.safetensors").open("ab") as file:
-        file.truncate(100)
-    assert read_marker(checkpoint) is None
 
 
 # ---- running statistics ----
@@ -422,7 +320,7 @@ def regression(output_dir: Path, poison: tuple[int, ...] = (), **more: Any) -> T
     )
 
 
-@pytest.mark.parametrize("forward", [1, 2, 5, 12])
+@pytest.mark.parametrize("forward", [1, 12])
 def test_a_transient_nan_does_not_stay_in_batch_norm(tmp_path: Path, forward: int) -> None:
     clean = regression(tmp_path / "clean")
     clean.train()
@@ -433,7 +331,7 @@ def test_a_transient_nan_does_not_stay_in_batch_norm(tmp_path: Path, forward: in
     assert_same_weights(weights(trainer), weights(clean))
 
 
-@pytest.mark.parametrize("forward", [2, 6])
+@pytest.mark.parametrize("forward", [6])
 def test_an_exception_moves_batch_norm_once(tmp_path: Path, forward: int) -> None:
     clean = regression(tmp_path / "clean")
     clean.train()
@@ -444,83 +342,16 @@ def test_an_exception_moves_batch_norm_once(tmp_path: Path, forward: int) -> Non
     assert_same_weights(weights(trainer), weights(clean))
 
 
-@pytest.mark.parametrize("on_nonfinite", ["heal", "skip"])
-def test_a_poison_row_before_batch_norm_is_a_poison_row(tmp_path: Path, on_nonfinite: Any) -> None:
-    trainer = regression(
-        tmp_path, poison=(9,), callbacks=[SelfHealingCallback(HealingConfig(on_nonfinite=on_nonfinite))]
-    )
+def test_a_poison_row_before_batch_norm_is_a_poison_row(tmp_path: Path) -> None:
+    trainer = regression(tmp_path, poison=(9,), callbacks=[SelfHealingCallback()])
     trainer.args.max_steps = 8
     trainer.train()
     assert trainer.model.fired
     assert all(torch.isfinite(value).all() for value in weights(trainer).values())
-    if on_nonfinite == "heal":
-        assert [row["dataset_index"] for row in quarantined(tmp_path)] == [9]
+    assert [row["dataset_index"] for row in quarantined(tmp_path)] == [9]
 
 
 # ---- rows and generation ----
-
-
-def test_a_row_bad_in_its_loss_and_one_bad_in_its_gradient_are_both_named(tmp_path: Path, tokenizer: Any) -> None:
-    words = {"loss": "xylophone", "gradient": "<eos>"}
-    rows = [{"input_ids": tokenizer(text)["input_ids"]} for text in TEXTS]
-    bad = {name: tokenizer.convert_tokens_to_ids(word) for name, word in words.items()}
-    trainer = sft_trainer(
-        tmp_path,
-        tokenizer,
-        dataset=Dataset.from_list(rows),
-        max_steps=1,
-        train_sampling_strategy="sequential",
-        callbacks=[SelfHealingCallback()],
-    )
-    spoiled = trainer.train_dataset.to_list()
-    spoiled[1]["input_ids"][-1] = bad["loss"]
-    spoiled[6]["input_ids"][-1] = bad["gradient"]
-    trainer.train_dataset = Dataset.from_list(spoiled)
-    seen: dict[str, torch.Tensor] = {}
-
-    def see(module: Any, inputs: tuple[torch.Tensor]) -> None:
-        seen["loss"] = (inputs[0] == bad["loss"]).any(dim=1)
-        seen["gradient"] = (inputs[0] == bad["gradient"]).any(dim=1)
-
-    def spoil(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
-        if not torch.is_grad_enabled():
-            return None
-        if bool(seen["gradient"].any()) and output.requires_grad:
-            rows = seen["gradient"][:, None, None]
-            output.register_hook(lambda gradient: gradient.masked_fill(rows, float("inf")))
-        return output.masked_fill(seen["loss"][:, None, None], float("nan"))
-
-    trainer.model.model.embed_tokens.register_forward_pre_hook(see)
-    trainer.model.model.norm.register_forward_hook(spoil)
-    trainer.train()
-    assert {row["dataset_index"] for row in quarantined(tmp_path)} == {1, 6}
-    assert [event["steps_lost"] for event in journal(tmp_path, "outcome")] == [0]
-
-
-def test_a_skipped_step_of_a_generation_cycle_uses_up_its_share(tmp_path: Path, tokenizer: Any) -> None:
-    from conftest import grpo_trainer
-
-    trainer = grpo_trainer(
-        tmp_path,
-        tokenizer,
-        max_steps=6,
-        gradient_accumulation_steps=1,
-        steps_per_generation=2,
-        callbacks=[SelfHealingCallback(HealingConfig(max_skipped_fraction=1.0))],
-    )
-    fault = OutputFault(trainer.model, strike=lambda _: trainer.state.global_step == 2)
-    generated: list[int] = []
-    generate = trainer._generate_and_score_completions
-
-    def counting(inputs: Any) -> Any:
-        generated.append(trainer.state.global_step)
-        return generate(inputs)
-
-    trainer._generate_and_score_completions = counting
-    trainer.train()
-    assert fault.fired
-    assert trainer._step == 6
-    assert set(generated) == {0, 2, 4}
 
 
 def test_a_finished_run_that_is_resumed_trains_nothing_and_says_so(
@@ -536,14 +367,3 @@ def test_a_finished_run_that_is_resumed_trains_nothing_and_says_so(
     assert output.global_step == 5
     assert_same_weights(weights(trainer), weights(finished))
     assert caplog.text.count("Step 5: nothing is trained") == 1
-
-
-def test_a_run_that_is_entered_again_at_its_end_is_no_finished_one(
-    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, max_steps=5)
-    fault = in_event("on_train_end", 5)(trainer)
-    SelfHealingTrainer(trainer, sleep=lambda _: None).train()
-
-    assert fault.fired == 1
-    assert "nothing is trained" not in caplog.text

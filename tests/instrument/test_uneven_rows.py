@@ -7,27 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate import Accelerator
 from conftest import POISON_WORD, PoisonToken, build_tokenizer, dpo_trainer, journal, losses
 from forked_pairs import run_pair
 from transformers import set_seed
 
 from self_healing import SelfHealingCallback
-from self_healing.hf.batches import gathering_uneven_rows
-
-
-def _gather_on_two_ranks(directory: Path, rank: int) -> dict[str, Any]:
-    accelerator = Accelerator(cpu=True)
-    with gathering_uneven_rows(accelerator):
-        rows = accelerator.gather({"rewards": torch.arange(rank + 1.0), "mean": torch.tensor(float(rank))})
-        none = accelerator.gather_for_metrics(torch.ones(2 * rank, 3))
-    return {"rewards": rows["rewards"].tolist(), "mean": rows["mean"].tolist(), "none": list(none.shape)}
-
-
-def test_ranks_gather_as_many_rows_as_each_has(tmp_path: Path) -> None:
-    for rank in run_pair(tmp_path, _gather_on_two_ranks)["ranks"]:
-        assert (rank["rewards"], rank["mean"], rank["none"]) == ([0.0, 0.0, 1.0], [0.0, 1.0], [2, 3])
 
 
 def _train_on_pairs(directory: Path, rank: int) -> dict[str, Any]:

@@ -12,10 +12,7 @@ from conftest import TEXTS, tiny_config, tiny_model
 from transformers import (
     BertConfig,
     BertForMaskedLM,
-    DynamicCache,
     LlamaForSequenceClassification,
-    MixtralConfig,
-    MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     set_seed,
@@ -142,92 +139,6 @@ def test_random_states_are_those_of_the_first_time(tokenizer: Any) -> None:
     assert found.isfinite().all()
 
 
-def test_without_gradients_nothing_is_computed_twice(tokenizer: Any) -> None:
-    model, rows = tiny_model(tokenizer, dropout=0.0), list[int]()
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
-    with split(model, 2), torch.no_grad():
-        model(**batch_of(tokenizer))
-    assert rows == [1, 2, 2]
-
-
-class NotByRows(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
-
-    def forward(self, inputs: torch.Tensor, past_key_values: Any = None, use_cache: bool = False) -> torch.Tensor:
-        output: torch.Tensor = self.linear(inputs)
-        return output
-
-
-class BatchNorm(NotByRows):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.BatchNorm1d(4)
-
-
-class OneNumber(NotByRows):
-    def forward(self, inputs: torch.Tensor, **_: Any) -> torch.Tensor:
-        return super().forward(inputs).square().mean()
-
-
-class Growing(NotByRows):
-    def forward(self, inputs: torch.Tensor, **_: Any) -> torch.Tensor:
-        return super().forward(inputs) @ inputs.T
-
-
-@pytest.mark.parametrize(
-    ("model", "arguments", "why"),
-    [
-        (BatchNorm, {}, "batch normalisation"),
-        (OneNumber, {}, "one value for all rows"),
-        (Growing, {}, "sizes that depend on the rows"),
-        (NotByRows, {"past_key_values": DynamicCache()}, "cached keys and values"),
-        (NotByRows, {"use_cache": True}, "use_cache=True"),
-        (NotByRows, {"patches": torch.ones(7, 2)}, "7 entries for 5 rows"),
-    ],
-)
-def test_what_cannot_be_split_is_made_whole_and_says_why(model: Any, arguments: dict[str, Any], why: str) -> None:
-    set_seed(0)
-    module, inputs = model(), torch.randn(5, 4)
-    original = module.forward
-    module.forward = lambda inputs, patches=None, **named: original(inputs, **named)
-    expected = module(inputs, **arguments)
-    with split(module, 2) as calls:
-        assert torch.equal(module(inputs, **arguments), expected)
-    assert why in calls.refused
-    assert calls.pieces == 1
-
-
-def test_a_mixture_of_experts_that_balances_the_batch_is_made_whole(tokenizer: Any) -> None:
-    config = MixtralConfig(
-        vocab_size=len(tokenizer), num_local_experts=2, num_key_value_heads=2, output_router_logits=True, **SMALL
-    )
-    model = MixtralForCausalLM(config)
-    with split(model, 2) as calls:
-        assert model(**batch_of(tokenizer)).loss.isfinite()
-    assert calls.refused
-
-
-def test_sequences_that_predict_the_first_token_of_the_next_one_stay_together(tokenizer: Any) -> None:
-    batch = flattened(tokenizer)
-    batch["labels"] = batch["input_ids"]
-    with split(tiny_model(tokenizer), 30) as calls:
-        calls._module(**batch)
-    assert "first token of the next one" in calls.refused
-
-
-def test_a_model_keeps_its_own_loss_function(tokenizer: Any) -> None:
-    model = tiny_model(tokenizer, dropout=0.0)
-    before = model.loss_function
-    with split(model, 2):
-        model(**batch_of(tokenizer)).loss.backward()
-    assert model.loss_function is before
-    assert "_loss_function" not in vars(model)
-
-
 def test_generation_is_the_same_row_by_row(tokenizer: Any) -> None:
     batch = tokenizer([TEXTS[0], TEXTS[1]] * 2, padding=True, padding_side="left", return_tensors="pt")
     model = tiny_model(tokenizer).eval()
@@ -237,22 +148,6 @@ def test_generation_is_the_same_row_by_row(tokenizer: Any) -> None:
         found = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], **options)
     assert torch.equal(found, expected)
     assert calls.pieces == 4
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"return_dict_in_generate": True}, "more than the tokens"),
-        ({"logits_processor": [lambda ids, scores: scores]}, "may look"),
-    ],
-)
-def test_generation_that_may_look_at_the_batch_is_made_whole(
-    tokenizer: Any, options: dict[str, Any], why: str
-) -> None:
-    batch, model = tokenizer([TEXTS[0]] * 3, return_tensors="pt"), tiny_model(tokenizer)
-    with split(model, 1) as calls:
-        model.generate(**{"input_ids": batch["input_ids"], "max_new_tokens": 2, **options})
-    assert why in calls.refused
 
 
 def test_a_mean_over_labels_is_told_from_one_over_rows(tokenizer: Any) -> None:

@@ -9,21 +9,16 @@ from typing import Any
 import torch
 from accelerate import cpu_offload
 from conftest import (
-    TEXTS,
     OutputFault,
     adapter_trainer,
     assert_same_weights,
     journal,
-    sft_trainer,
-    tiny_model,
     weights,
 )
 from torch.testing._internal.two_tensor import TwoTensor
 
 from self_healing import HealingConfig, SelfHealingCallback
-from self_healing.hf.state import LiveState, live_state_of, offloaded_tensors
-from self_healing.hf.trainer_state import Bookkeeper
-from self_healing.rollback.host_memory import size_of
+from self_healing.hf.state import LiveState
 from self_healing.rollback.ring import SnapshotRing
 
 
@@ -63,16 +58,6 @@ class TestPaged:
         optimizer = PagedMomentum([parameter])
         return LiveState({"w": parameter.detach()}, {}, optimizer, {}), optimizer, parameter
 
-    def test_state_is_put_back_into_the_tensor_it_came_from(self) -> None:
-        live, optimizer, parameter = self.state()
-        stepped(optimizer)
-        paged, ring = optimizer.state[parameter]["state1"], SnapshotRing()
-        snapshot = ring.take(live, 1, {})
-        stepped(optimizer)
-        ring.restore(snapshot, live)
-        assert optimizer.state[parameter]["state1"] is paged
-        assert torch.equal(paged, torch.ones(3))
-
     def test_state_that_was_dropped_meanwhile_is_paged_again(self) -> None:
         live, optimizer, parameter = self.state()
         ring = SnapshotRing()
@@ -87,25 +72,6 @@ class TestPaged:
         assert optimizer.state[parameter]["state1"].is_paged
         assert torch.equal(optimizer.state[parameter]["state1"], torch.ones(3))
         stepped(optimizer)
-
-    def test_state_outlasts_a_trial_of_the_weights_a_run_began_with(self, tmp_path: Path, tokenizer: Any) -> None:
-        """There is no state yet in what is tried: the loss has risen early, because the data are harder."""
-        model, easy = tiny_model(tokenizer), [TEXTS[0]] * 8
-        sft_trainer(tmp_path / "warm", tokenizer, model=model, texts=easy, max_steps=60, learning_rate=1e-2).train()
-        trainer = sft_trainer(
-            tmp_path,
-            tokenizer,
-            model=model,
-            texts=easy * 3 + [" ".join(reversed(text.split())) for text in TEXTS] * 4,
-            max_steps=16,
-            train_sampling_strategy="sequential",
-            callbacks=[SelfHealingCallback(HealingConfig(on_spike="warn"))],
-            trainer_kwargs={"optimizer_cls_and_kwargs": (PagedMomentum, {"lr": 1e-6})},
-        )
-        trainer.train()
-        assert trainer.state.global_step == 16
-        causes = [event["cause"] for event in journal(tmp_path, "diagnosed")]
-        assert any("same_batch" in event["evidence"] for event in journal(tmp_path, "diagnosed")), causes
 
 
 class TestQuantised:
@@ -138,12 +104,6 @@ class TestQuantised:
         tensor.b[0, 0] = torch.nan
         assert SnapshotRing().take(LiveState({"w": tensor}, {}, None, {}), 0, {}).nonfinite() == ["w.b"]
 
-    def test_state_lies_in_the_memory_of_the_snapshot(self) -> None:
-        live, ring = LiveState({"w": quantised(1.0)}, {}, None, {}), SnapshotRing()
-        ring.take(live, 0, {})
-        assert ring.nbytes == size_of(live)
-        assert not ring.take(live, 1, {}).allocated
-
 
 class TestOffloaded:
     def trainer(self, directory: Path, tokenizer: Any, **arguments: Any) -> Any:
@@ -171,13 +131,3 @@ class TestOffloaded:
         assert len(said) == 1
         assert "6 tensors" in said[0]
         assert "layers.0.mlp.gate_proj.weight" in said[0]
-
-    def test_tensors_are_named_and_in_no_state(self, tmp_path: Path, tokenizer: Any) -> None:
-        trainer = sft_trainer(tmp_path, tokenizer)
-        trainer.create_optimizer()
-        trainer.model.register_buffer("cache", torch.zeros(2, device="meta"))
-        trainer.model.lm_head.to("meta")
-        assert offloaded_tensors(trainer.model) == ["lm_head.weight", "cache"]
-        live = live_state_of(trainer)
-        assert not any(each.is_meta for each in (*live.parameters.values(), *live.buffers.values()))
-        assert "cache" not in Bookkeeper(trainer)._copy_moving_buffers()

@@ -158,11 +158,3 @@ def test_a_loss_of_ones_own_is_not_weighed(tmp_path: Path, tokenizer: Any, made:
 
     healed_as_plain(build, tmp_path, tokenizer, 2)
     assert made == []
-
-
-def test_an_experiment_leaves_no_trace(tmp_path: Path, tokenizer: Any, made: Any) -> None:
-    healed, _ = run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, 2), max_steps=1)
-    assert made[0]._rules == ["one"]
-    assert "entropy" not in healed._metrics["eval"]
-    assert all(module.training for module in healed.model.modules())
-    assert "gather" not in vars(healed.accelerator)

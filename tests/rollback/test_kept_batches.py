@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RaisingForward, assert_same_weights, journal, sft_trainer, weights
-from transformers import BatchEncoding, TrainerCallback
+from conftest import RaisingForward, assert_same_weights, sft_trainer, weights
+from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback
-from self_healing.hf import step
-from self_healing.hf.step import Control, on_host
-from self_healing.rollback.ring import KeptBatches
 
 
 # Quick to take snapshots, which keep a batch as well.
@@ -91,60 +88,3 @@ def test_where_the_host_has_no_memory_they_are_given_up(
     plain = sft_trainer(tmp_path / "plain", tokenizer, **ARGUMENTS)
     plain.train()
     assert_same_weights(weights(trainer), weights(plain))
-
-
-@pytest.mark.usefixtures("no_garbage_collector")
-def test_where_the_device_has_no_memory_all_of_them_leave_it(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    healing = SelfHealingCallback(QUICK)
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[healing], **ARGUMENTS | {"max_steps": 18})
-    batches = Batches(trainer.model)
-    # The CPU is the device here, and the host is another one.
-    monkeypatch.setattr(step, "HOST", torch.device("meta"))
-    # Beyond the first steps, which are kept longer: of those before the newest snapshot only an older one keeps some.
-    noting = Noting(batches, 14, lambda: healing.run.rollback.in_place.free_batches(of_host=False))
-    trainer.add_callback(noting)
-    trainer.train()
-
-    assert noting.alive[13] > 10
-    assert noting.found > 0
-    assert noting.alive[14:] == [1] * 4, "the one that is computed; later ones leave the device at once"
-    assert not journal(tmp_path, "detected")
-
-
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        {"input_ids": torch.ones(2, 3), "rows": [torch.ones(4), "text", None]},
-        BatchEncoding({"input_ids": torch.ones(2, 3), "nested": (torch.ones(1), {"deep": torch.ones(2)})}),
-        [torch.ones(2), 3],
-    ],
-    ids=["dictionary", "encoding", "list"],
-)
-def test_one_that_has_left_the_device_is_nested_as_it_was(inputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def outline(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return tuple(value.shape)
-        if isinstance(value, (dict, BatchEncoding)):
-            return type(value), {key: outline(inner) for key, inner in value.items()}
-        return (type(value), [outline(each) for each in value]) if isinstance(value, (list, tuple)) else value
-
-    calls = [(None, inputs, (), {})]
-    control = Control(calls, loss=1.0, nbytes=0)
-    assert control.leave_device() == 0
-    monkeypatch.setattr(step, "HOST", torch.device("meta"))
-    assert control.leave_device() > 0
-    assert outline(control.calls[0][1]) == outline(inputs)
-    assert calls[0][1] is inputs, "those of the step itself stay"
-    assert control.leave_device() == 0
-    assert on_host("text") == "text"
-
-
-def test_steps_of_the_beginning_are_kept_without_a_gap() -> None:
-    # Several ranks try learning rates on those they have in common: the first of each.
-    batches = KeptBatches()
-    kept = [Control([], 1.0, 0) for _ in range(3)]
-    for control in (*kept[:2], None, kept[2]):
-        batches.keep_first(control)
-    assert batches.first_steps == kept[:2]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,10 +10,10 @@ import pytest
 import torch
 from conftest import (
     POISON_WORD,
-    TEXTS,
-    TRAINERS,
     EvalLoss,
     OutputFault,
+    WeightFault,
+    a_few_nans,
     assert_same_weights,
     best_model_trainer,
     journal,
@@ -28,7 +26,6 @@ from conftest import (
 )
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
-from trl import SFTTrainer
 
 from self_healing import (
     HealingConfig,
@@ -39,25 +36,6 @@ from self_healing import (
     find_trusted_checkpoint,
 )
 from self_healing.checkpoints.choice import vet_all
-from self_healing.rollback import trusted
-
-
-class WeightFault(TrainerCallback):
-    """Changes the weights in place once a step is finished, at the given steps."""
-
-    def __init__(self, change: Callable[[Any], None], *steps: int, when: Callable[[], bool] = lambda: True) -> None:
-        self.change, self.steps, self.when = change, steps, when
-        self.fired: list[int] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if state.global_step in self.steps and self.when():
-            self.fired.append(state.global_step)
-            with torch.no_grad():
-                self.change(model)
-
-
-def a_few_nans(model: Any) -> None:
-    model.model.layers[0].mlp.down_proj.weight.view(-1)[:3] = float("nan")
 
 
 def scrambled_layer(model: Any) -> None:
@@ -108,14 +86,6 @@ class TestCorruptedWeights:
         verify = HealingConfig().snapshot_verify_steps
         assert 0 < rollbacks(tmp_path)[0]["lost"] <= snapshot_interval(tmp_path) + verify + 1
 
-    def test_are_named_in_the_journal(self, tmp_path: Path, tokenizer: Any) -> None:
-        fault = WeightFault(a_few_nans, 20)
-        sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(), fault], max_steps=24).train()
-
-        diagnosed = journal(tmp_path, "diagnosed")[-1]
-        assert diagnosed["failure"] == "corrupted_state"
-        assert diagnosed["evidence"]["tensors"] == ["model.layers.0.mlp.down_proj.weight"]
-
     def test_before_the_first_checkpoint_the_run_goes_back_to_where_it_began(
         self, tmp_path: Path, tokenizer: Any
     ) -> None:
@@ -140,16 +110,6 @@ class TestCorruptedWeights:
 
         assert all(torch.isfinite(value).all() for value in weights(trainer).values())
         assert [event["failure"] for event in journal(tmp_path, "outcome")] == ["corrupted_state"]
-
-    @pytest.mark.parametrize("name", ["DPOTrainer", "GRPOTrainer", "KTOTrainer"])
-    def test_are_rolled_back_under_any_trainer(self, tmp_path: Path, tokenizer: Any, name: str) -> None:
-        callbacks = [SelfHealingCallback(), WeightFault(a_few_nans, 3)]
-        trainer = TRAINERS[name](tmp_path, tokenizer, callbacks=callbacks, max_steps=9)
-        trainer.train()
-
-        assert trainer.state.global_step == 9
-        assert len(rollbacks(tmp_path)) == 1
-        assert all(torch.isfinite(value).all() for value in weights(trainer).values())
 
     def test_that_come_back_every_time_climb_the_ladder_and_end_the_run(self, tmp_path: Path, tokenizer: Any) -> None:
         trainer = sft_trainer(
@@ -220,16 +180,6 @@ class TestCorruptedWeights:
         assert outcome["failure"] == "corrupted_state"
         assert outcome["step"] < 30, "not only at the end of the run"
 
-    def test_twice_are_undone_twice(self, tmp_path: Path, tokenizer: Any) -> None:
-        plain = sft_trainer(tmp_path / "plain", tokenizer, max_steps=40)
-        plain.train()
-        fault = WeightFault(a_few_nans, 20, 30)
-        healed = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback(), fault], max_steps=40)
-        healed.train()
-
-        assert_same_weights(weights(healed), weights(plain))
-        assert logged(healed) == logged(plain)
-
     def test_in_a_frozen_base_model_end_the_run(self, tmp_path: Path, tokenizer: Any) -> None:
         base = tiny_model(tokenizer)
         model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
@@ -270,17 +220,8 @@ class TestScrambledLayer:
         assert outcome["steps_lost"] <= snapshot_interval(tmp_path) + config.snapshot_verify_steps + detected
         assert outcome["outcome"] == "resolved"
 
-    def test_is_told_from_harder_data_by_trying_trusted_weights(self, tmp_path: Path, tokenizer: Any) -> None:
-        fault = WeightFault(scrambled_layer, 60)
-        plain_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(), fault], **CONVERGED).train()
-
-        evidence = next(event["evidence"] for event in journal(tmp_path, "diagnosed") if event["cause"] == "weights")
-        (trusted,) = evidence["same_batch"].values()
-        assert trusted["loss"] < evidence["loss_now"] / 2
-
 
 class TestCheckpointsOfTheRun:
-    @pytest.mark.slow
     def test_get_their_standing_from_what_came_after_them(self, tmp_path: Path, tokenizer: Any) -> None:
         fault = WeightFault(scrambled_layer, 61)
         trainer = plain_trainer(
@@ -351,77 +292,6 @@ class TestHarderData:
         assert trainer.state.global_step < 75
         assert not rollbacks(tmp_path)
 
-    @pytest.mark.slow
-    def test_do_not_make_a_run_go_back(self, tmp_path: Path, tokenizer: Any) -> None:
-        arguments = {
-            "texts": self.texts(),
-            "max_steps": 115,
-            "learning_rate": 3e-3,
-            "train_sampling_strategy": "sequential",
-        }
-        plain = sft_trainer(tmp_path / "plain", tokenizer, **arguments)
-        plain.train()
-        healed = sft_trainer(
-            tmp_path / "healed",
-            tokenizer,
-            # The jump is large enough to be taken for a bad batch as well.
-            callbacks=[SelfHealingCallback(HealingConfig(on_spike="warn"))],
-            **arguments,
-        )
-        healed.train()
-
-        harder = [event for event in journal(tmp_path / "healed", "outcome") if event["failure"] == "harder_data"]
-        assert [event["steps_lost"] for event in harder] == [0] * max(len(harder), 1)
-        assert not rollbacks(tmp_path / "healed")
-        assert_same_weights(weights(healed), weights(plain))
-
-    @pytest.mark.parametrize("change", [3, 6])
-    @pytest.mark.slow
-    def test_in_the_first_steps_are_no_reason_to_begin_anew(self, tmp_path: Path, tokenizer: Any, change: int) -> None:
-        model = tiny_model(tokenizer)
-        easy = [TEXTS[0]] * 8
-        warm_up = sft_trainer(tmp_path / "warm", tokenizer, model=model, texts=easy, max_steps=60, learning_rate=1e-2)
-        warm_up.train()
-        hard = [" ".join(reversed(text.split())) for text in TEXTS]
-        arguments = {
-            "texts": easy * change + hard * 4,
-            "max_steps": 25,
-            "learning_rate": 1e-5,
-            "train_sampling_strategy": "sequential",
-        }
-        start = {name: value.clone() for name, value in model.state_dict().items()}
-        plain = sft_trainer(tmp_path / "plain", tokenizer, model=model, **arguments)
-        plain.train()
-        expected = weights(plain)
-        model.load_state_dict(start)
-        config = HealingConfig(on_spike="warn")
-        healed = sft_trainer(
-            tmp_path / "healed", tokenizer, model=model, callbacks=[SelfHealingCallback(config)], **arguments
-        )
-        healed.train()
-
-        assert journal(tmp_path / "healed", "detected"), "the loss did rise"
-        assert not rollbacks(tmp_path / "healed")
-        assert_same_weights(weights(healed), expected)
-
-    def test_where_nothing_can_be_tried_out_a_rise_is_only_reported(self, tmp_path: Path, tokenizer: Any) -> None:
-        config = HealingConfig(on_spike="warn", snapshots=False)
-        trainer = sft_trainer(
-            tmp_path,
-            tokenizer,
-            callbacks=[SelfHealingCallback(config)],
-            texts=self.texts(),
-            max_steps=115,
-            learning_rate=3e-3,
-            train_sampling_strategy="sequential",
-            save_strategy="steps",
-            save_steps=20,
-        )
-        trainer.train()
-
-        assert "divergence" in [event["failure"] for event in journal(tmp_path, "outcome")]
-        assert not rollbacks(tmp_path)
-
 
 class TestWarmRestarts:
     @pytest.mark.slow
@@ -470,48 +340,30 @@ class TestStructuralFailure:
         assert caught.value.failure == "learning_rate"
         assert "after 4 reductions" in str(caught.value)
 
-    def test_what_is_saved_in_the_end_is_the_trusted_state(self, tmp_path: Path, tokenizer: Any) -> None:
-        fault = WeightFault(scrambled_layer, *range(60, 200))
-        config = HealingConfig(max_recovery_attempts=0)
-        trainer = plain_trainer(
-            tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), fault], **{**CONVERGED, "max_steps": 200}
+
+class TestDeadWeights:
+    def test_without_a_gradient_are_rolled_back_if_trusted_ones_have_one(
+        self, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("INFO", "self_healing")
+
+        def out_of_reach(model: Any) -> None:
+            # The final norm's output no longer depends on anything: the loss is that of chance, and stays there.
+            model.model.norm.weight.zero_()
+            model.lm_head.weight.zero_()
+
+        fault = WeightFault(out_of_reach, 5)
+        config = HealingConfig(vanishing_gradient_steps=5, on_spike="warn")
+        trainer = sft_trainer(
+            tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), fault], max_steps=30, optim="sgd"
         )
-        with pytest.raises(UnrecoverableTrainingError, match="budget of 0 attempts"):
-            trainer.train()
+        trainer.train()
 
-        saved = json.loads((tmp_path / "postmortem.json").read_text())["emergency_checkpoint"]
-        fresh = plain_trainer(
-            tmp_path / "fresh", tokenizer, **{**CONVERGED, "max_steps": int(saved.split("-")[-1]) + 1}
-        )
-        fresh.train(resume_from_checkpoint=saved)
-        assert losses(fresh)[-1] < 3
-
-
-class TestNarrowSpike:
-    def test_recovers_by_itself_without_rollback_or_lost_step(self, tmp_path: Path, tokenizer: Any) -> None:
-        class Spiking(SFTTrainer):
-            def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-                loss = super().compute_loss(*args, **kwargs)
-                # The number alone: its gradient is that of the plain loss.
-                return loss + 6.0 if self.state.global_step == 60 else loss
-
-        arguments = {"max_steps": 80, "learning_rate": 3e-3}
-        plain = sft_trainer(tmp_path / "plain", tokenizer, **arguments)
-        plain.train()
-        healed = sft_trainer(
-            tmp_path / "healed",
-            tokenizer,
-            callbacks=[SelfHealingCallback()],
-            trainer_class=Spiking,
-            **arguments,
-        )
-        healed.train()
-
-        (spike,) = journal(tmp_path / "healed", "outcome")
-        assert (spike["failure"], spike["outcome"]) == ("loss_spike", "self_recovered")
-        assert spike["steps_lost"] == 0
-        assert not rollbacks(tmp_path / "healed")
-        assert_same_weights(weights(healed), weights(plain))
+        outcome = next(event for event in journal(tmp_path, "outcome") if event["failure"] == "divergence")
+        assert outcome["outcome"] == "resolved"
+        assert float(trainer.model.lm_head.weight.detach().abs().sum()) > 0
+        assert "There is no gradient with these weights, and there is one with trusted ones" in caplog.text
+        assert "The loss has risen" not in caplog.text
 
 
 class TestLearningRateFarTooHigh:
@@ -574,16 +426,6 @@ class TestLearningRateFarTooHigh:
         assert losses(trainer)[-1] < 4.5
         assert HealingReport.from_run_dir(tmp_path).lr_reductions == cut["reductions"]
 
-    def test_the_rates_that_were_tried_are_in_the_report(self, tmp_path: Path, tokenizer: Any) -> None:
-        wrapper = SelfHealingTrainer(sft_trainer(tmp_path, tokenizer, learning_rate=3.0, max_steps=20))
-        wrapper.train()
-
-        tried = wrapper.get_report().incidents[0]["evidence"]["loss_by_rate_scale"]
-        assert len(tried) > 1
-        assert min(tried.values()) < 5.8
-        assert "reduced" in wrapper.get_report().rate
-        assert HealingReport.from_run_dir(tmp_path).lr_reductions == wrapper.get_report().lr_reductions
-
     def test_too_few_reductions_end_in_a_verdict_and_not_in_garbage(self, tmp_path: Path, tokenizer: Any) -> None:
         config = HealingConfig(max_lr_reductions=1)
         trainer = sft_trainer(
@@ -596,47 +438,6 @@ class TestLearningRateFarTooHigh:
         postmortem = json.loads((tmp_path / "postmortem.json").read_text())
         assert postmortem["failure"] == "learning_rate"
         assert "check_data" in postmortem["chain"][-1]["evidence"]
-
-
-class TestDeadWeights:
-    def test_without_a_gradient_are_rolled_back_if_trusted_ones_have_one(
-        self, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        caplog.set_level("INFO", "self_healing")
-
-        def out_of_reach(model: Any) -> None:
-            # The final norm's output no longer depends on anything: the loss is that of chance, and stays there.
-            model.model.norm.weight.zero_()
-            model.lm_head.weight.zero_()
-
-        fault = WeightFault(out_of_reach, 5)
-        config = HealingConfig(vanishing_gradient_steps=5, on_spike="warn")
-        trainer = sft_trainer(
-            tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), fault], max_steps=30, optim="sgd"
-        )
-        trainer.train()
-
-        outcome = next(event for event in journal(tmp_path, "outcome") if event["failure"] == "divergence")
-        assert outcome["outcome"] == "resolved"
-        assert float(trainer.model.lm_head.weight.detach().abs().sum()) > 0
-        assert "There is no gradient with these weights, and there is one with trusted ones" in caplog.text
-        assert "The loss has risen" not in caplog.text
-
-    def test_that_had_learned_something_are_rolled_back_for_their_loss(self, tmp_path: Path, tokenizer: Any) -> None:
-        fault = WeightFault(lambda model: model.lm_head.weight.zero_(), 25)
-        config = HealingConfig(vanishing_gradient_steps=3, on_divergence="heal", on_spike="warn", divergence_limit=1e9)
-        # Back at the beginning, more than half of the run is still to come.
-        arguments = {"max_steps": 60, "optim": "sgd", "learning_rate": 0.5, "gradient_accumulation_steps": 1}
-        trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), fault], **arguments)
-        # No gradient reaches anything but the head, which is out of reach itself.
-        trainer.model.lm_head.weight.register_hook(
-            lambda gradient: gradient * float(bool(trainer.model.lm_head.weight.detach().any()))
-        )
-        trainer.train()
-
-        tried = next(event for event in journal(tmp_path, "diagnosed") if event["cause"] == "weights")["evidence"]
-        assert next(reversed(tried["same_batch"].values()))["loss"] < 5.0
-        assert rollbacks(tmp_path)
 
 
 class TestEverythingLearned:
@@ -717,19 +518,6 @@ class TestWithoutMemory:
         with pytest.raises(UnrecoverableTrainingError, match="no trusted state to go back to"):
             trainer.train()
 
-    def test_and_without_checkpoints_a_divergence_is_only_reported(self, tmp_path: Path, tokenizer: Any) -> None:
-        config = HealingConfig(snapshots=False, on_spike="warn")
-        trainer = plain_trainer(
-            tmp_path,
-            tokenizer,
-            callbacks=[SelfHealingCallback(config), WeightFault(scrambled_layer, 60)],
-            **{**CONVERGED, "max_steps": 80},
-        )
-        trainer.train()
-
-        assert trainer.state.global_step == 80
-        assert "hold_checkpoints" in [event["action"] for event in journal(tmp_path, "action")]
-
 
 class TestBadStart:
     def test_weights_that_are_not_finite_are_refused(self, tmp_path: Path, tokenizer: Any) -> None:
@@ -774,50 +562,6 @@ class TestCost:
         assert logged(healed) == logged(plain)
         assert journal(tmp_path / "healed", "snapshots"), "snapshots were taken"
 
-    def test_host_memory_is_given_back_when_training_ends(self, tmp_path: Path, tokenizer: Any) -> None:
-        callback = SelfHealingCallback()
-        seen: list[int] = []
-
-        class Look(TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                assert callback.run is not None
-                seen.append(callback.run.rollback.ring.nbytes)
-
-        sft_trainer(tmp_path, tokenizer, callbacks=[callback, Look()], max_steps=20).train()
-
-        assert callback.run is not None
-        assert max(seen) > 0
-        assert callback.run.rollback.ring.nbytes == 0
-        assert callback.run.rollback.batches.first_steps == []
-
-    def test_copies_take_no_more_than_their_share(self, tmp_path: Path, tokenizer: Any) -> None:
-        config = HealingConfig(snapshot_overhead_budget=1e-3)
-        sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config)], max_steps=20).train()
-
-        plan = journal(tmp_path, "snapshots")[0]
-        # From the first five steps it grows tenfold at most.
-        assert plan["interval"] == min(max(math.ceil(plan["share_of_step"] / 1e-3), 5), 50)
-
-
-def test_a_failure_of_ours_in_taking_a_snapshot_leaves_the_training_alone(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    plain = sft_trainer(tmp_path / "plain", tokenizer, max_steps=12)
-    plain.train()
-
-    def broken(self: Any, step: int, *there: Any) -> None:
-        if step > 0:
-            raise RuntimeError("a bug of ours")
-        take(self, step, *there)
-
-    take = trusted.TrustedStates._take
-    monkeypatch.setattr(trusted.TrustedStates, "_take", broken)
-    healed = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback()], max_steps=12)
-    healed.train()
-
-    assert_same_weights(weights(healed), weights(plain))
-    assert "has switched itself off" in caplog.text
-
 
 class MomentFaultAtTheEnd(TrainerCallback):
     """A number of the optimizer's state turns NaN with the last step, or right after its checkpoint was written."""
@@ -832,13 +576,7 @@ class MomentFaultAtTheEnd(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("wrapped", "event", "expected"),
-    [
-        (True, "on_step_end", "resolved"),
-        pytest.param(True, "on_save", "reported", marks=pytest.mark.slow),
-        pytest.param(False, "on_step_end", "resolved", marks=pytest.mark.slow),
-        (False, "on_save", "reported"),
-    ],
+    ("wrapped", "event", "expected"), [(True, "on_step_end", "resolved"), (False, "on_save", "reported")]
 )
 def test_the_best_model_outlasts_an_optimizer_state_that_is_not_finite_at_the_end(
     tmp_path: Path, tokenizer: Any, wrapped: bool, event: str, expected: str
@@ -857,20 +595,6 @@ def test_the_best_model_outlasts_an_optimizer_state_that_is_not_finite_at_the_en
     assert (outcome["failure"], outcome["outcome"]) == ("corrupted_state", expected)
     found = [each for each in vet_all(tmp_path / "run") if Path(each.path).parent.name == "run"]
     assert {each.step: each.usable for each in found} == {2: True, 4: True, 6: True}, "healed before it is saved"
-
-
-@pytest.mark.parametrize("fault", [WeightFault(a_few_nans, 6), MomentFaultAtTheEnd()], ids=["weights", "optimizer"])
-def test_a_fault_in_the_last_step_leaves_no_gap_in_the_log(
-    tmp_path: Path, tokenizer: Any, fault: TrainerCallback
-) -> None:
-    plain = sft_trainer(tmp_path / "plain", tokenizer)
-    plain.train()
-    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SelfHealingCallback(), fault])
-    trainer.train()
-
-    assert len(rollbacks(tmp_path / "run")) == 1
-    assert_same_weights(weights(trainer), weights(plain))
-    assert logged(trainer) == logged(plain)
 
 
 def test_a_model_that_turned_nan_in_an_unread_row_is_healed_before_it_becomes_the_best(

@@ -15,15 +15,11 @@ from typing import Any
 import pytest
 import torch
 from forked_pairs import run_pair
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from self_healing.healers.restarts.shared_memory import _states_of, remove_other_states, steps_in_memory
-from self_healing.hf.deepspeed import Partitioning
 from self_healing.hf.state import LiveState
 from self_healing.hf.trainer_state import ResumeRecord
 from self_healing.rollback import shared_memory
-from self_healing.rollback import shared_memory as shared_states
 from self_healing.rollback.ring import SnapshotRing
 from self_healing.rollback.shared_memory import (
     SUFFIX,
@@ -121,27 +117,6 @@ def test_a_state_is_put_into_another_model_and_its_new_optimizer_bitwise(run: Ru
     assert float(state.record.running_loss) == 2.0
 
 
-def test_a_run_goes_back_to_the_state_that_it_was_resumed_from_without_a_copy(run: Run, tmp_path: Path) -> None:
-    run.train()
-    run.take()
-    other = Run(tmp_path)
-    state = open_state(run.files[-1], CPU)
-    state.put(other.live)
-    wanted = other.everything()
-    assert state.snapshot_in(run.live) is None
-    there = state.snapshot_in(other.live)
-    assert there is not None
-    other.ring.hold(there, other.live, {})
-    other.ring.begin_with_candidate()
-    # As once there is a trusted one: what is in use stays.
-    remove_states(tmp_path)
-    other.train()
-    assert other.ring.initial is there
-    other.ring.restore(there, other.live)
-    assert all(map(torch.equal, other.everything(), wanted))
-    assert other.ring.nbytes == 0
-
-
 def test_a_killed_process_leaves_its_states(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
@@ -150,26 +125,6 @@ def test_a_killed_process_leaves_its_states(tmp_path: Path) -> None:
     os.waitpid(child, 0)
     assert [each.step for each in steps_in_memory(str(tmp_path), 0, CPU)] == [1]
     assert remove_states(tmp_path) > 0
-    assert not directory_of(tmp_path).exists()
-
-
-def test_what_another_process_uses_is_not_removed_until_it_is_gone(tmp_path: Path) -> None:
-    """In another container, which counts its processes itself, and has a directory of the same name."""
-    told, tells = os.pipe()
-    child = os.fork()
-    if child == 0:
-        run = Run(tmp_path)
-        run.take()
-        os.write(tells, b".")
-        signal.pause()
-    try:
-        os.read(told, 1)
-        remove_other_states(str(tmp_path), "another", 1)
-        assert [each.step for each in steps_in_memory(str(tmp_path), 0, CPU)] == [1]
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    remove_other_states(str(tmp_path), "another", 1)
     assert not directory_of(tmp_path).exists()
 
 
@@ -204,42 +159,6 @@ def test_whatever_a_process_is_killed_in_what_it_leaves_is_of_one_step(tmp_path:
             for name, kept in open_state(path, CPU)._snapshot.copies():
                 assert (kept.host == facts.step).all(), f"{name} of step {facts.step}"
         remove_states(tmp_path)
-
-
-def test_a_state_is_gone_before_its_memory_is_used_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    original = torch._foreach_copy_
-    for _ in range(2):
-        run.take()
-    monkeypatch.setattr(
-        torch, "_foreach_copy_", lambda *args, **kwargs: (seen.append(run.steps), original(*args, **kwargs))
-    )
-    run.take()
-    assert seen
-    assert not any(seen)
-    assert run.steps == [3]
-
-
-def test_trusted_states_stay_beside_the_newest(run: Run) -> None:
-    for _ in range(4):
-        run.take()
-        run.ring.promote()
-    run.take()
-    assert run.steps == [5, 4, 3]
-    run.ring.distrust(run.ring.trusted[0])
-    assert run.steps == [5]
-
-
-def test_memory_is_used_again_and_given_back_when_it_is_not(run: Run) -> None:
-    for _ in range(8):
-        run.take()
-        run.ring.promote()
-    assert len(list(run.shared.directory.glob("*.block"))) == 3
-    # As where `train()` is entered again with another optimizer.
-    run.ring.release()
-    run.take()
-    assert len(list(run.shared.directory.glob("*.block"))) == 1
-    assert run.steps == [9]
 
 
 def test_what_is_not_finite_is_not_stored(run: Run) -> None:
@@ -298,67 +217,6 @@ def test_that_it_is_of_another_number_of_ranks_is_said(tmp_path: Path, caplog: p
     assert line == ("The state in shared memory is that of 3 processes, and 1 train together now: going on from disk.")
 
 
-class PartitionedRun(Run):
-    """Its optimizer updates what ZeRO-3 has put together of several parameters, and has it in its step alone."""
-
-    def __init__(self, output_dir: Path, kind: str = "ZeRO-3 in torch.float32", parts: str = "0e1f") -> None:
-        super().__init__(output_dir)
-        self.master = torch.nn.Parameter(torch.ones(6))
-        self.optimizer = torch.optim.AdamW([self.master], lr=0.1)
-        self.optimizer.param_groups[0]["params"] = []
-        self.kind, self.parts = kind, parts
-
-    @property
-    def live(self) -> LiveState:
-        partitioning = Partitioning(self.kind, [self.master], [self.parts])
-        return LiveState({"master weights 0": self.master}, {}, self.optimizer, {}, partitioning=partitioning)
-
-    def train(self) -> None:
-        self.step += 1
-        self.optimizer.param_groups[0]["params"] = [self.master]
-        self.master.grad = torch.randn(6)
-        self.optimizer.step()
-        self.optimizer.param_groups[0]["params"] = []
-
-    def everything(self) -> list[torch.Tensor]:
-        return [each.detach().clone() for each in (self.master, *self.moments())]
-
-
-def test_partitions_are_put_into_those_of_another_engine_bitwise(tmp_path: Path) -> None:
-    run = PartitionedRun(tmp_path)
-    try:
-        run.take()
-        wanted = run.everything()
-        other = PartitionedRun(tmp_path)
-        state = open_state(run.files[-1], CPU)
-        state.check(other.live)
-        state.put(other.live)
-    finally:
-        shutil.rmtree(directory_of(tmp_path), ignore_errors=True)
-    assert len(wanted) == 4
-    assert all(map(torch.equal, other.everything(), wanted))
-
-
-@pytest.mark.parametrize(
-    ("other", "why"),
-    [
-        ({"kind": "ZeRO-2 in torch.float32"}, "under ZeRO-3 in torch.float32, and this one is under ZeRO-2"),
-        ({"parts": "77ab"}, "parameter 0 of its optimizer .* 0e1f.* 77ab"),
-    ],
-    ids=["stage", "parameters"],
-)
-def test_partitions_of_the_same_size_that_are_other_ones_are_not_put(
-    tmp_path: Path, other: dict[str, str], why: str
-) -> None:
-    run = PartitionedRun(tmp_path)
-    try:
-        run.take()
-        with pytest.raises(StateUnusable, match=why):
-            open_state(run.files[-1], CPU).check(PartitionedRun(tmp_path, **other).live)
-    finally:
-        shutil.rmtree(directory_of(tmp_path), ignore_errors=True)
-
-
 def test_a_model_of_other_sizes_is_left_as_it_is(run: Run, tmp_path: Path) -> None:
     run.take()
     other = Run(tmp_path, width=4)
@@ -412,28 +270,6 @@ def test_neither_what_another_user_has_made_nor_a_link_is_trusted(
     assert not is_own(run.shared.directory)
 
 
-def test_nothing_is_put_where_others_can_write(tmp_path: Path) -> None:
-    directory_of(tmp_path).mkdir()
-    directory_of(tmp_path).chmod(0o777)
-    try:
-        run = Run(tmp_path)
-        run.take()
-        assert run.ring.candidate is not None
-        assert list(directory_of(tmp_path).rglob("*")) == []
-    finally:
-        shutil.rmtree(directory_of(tmp_path))
-
-
-def test_room_is_needed_for_all_ranks_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_states, "free_shared_memory", lambda: 100)
-    for ranks, room in ((1, True), (4, False)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        shared = SharedStates(str(tmp_path), "run", 0, ranks)
-        shared.open(lambda: 10)
-        assert shared.active == room
-    shutil.rmtree(directory_of(tmp_path))
-
-
 def _states_of_two_ranks(directory: Path, rank: int) -> dict[str, Any]:
     run = Run(directory, rank=rank, ranks=2)
     for _ in range(3 if rank == 0 else 2):
@@ -454,69 +290,6 @@ def test_only_a_step_that_all_ranks_have_is_gone_on_from(tmp_path: Path) -> None
         assert ranks == [{"common": [2], "none": []}] * 2
     finally:
         shutil.rmtree(directory_of(tmp_path), ignore_errors=True)
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
-def test_a_part_of_the_same_size_that_is_another_part_is_not_taken(run: Run, tmp_path: Path, mesh: DeviceMesh) -> None:
-    def split_by(dimension: int, run: Run) -> Run:
-        for module in run.model:
-            for name, each in list(module.named_parameters(recurse=False)):
-                by = Shard(min(dimension, each.dim() - 1))
-                setattr(module, name, torch.nn.Parameter(DTensor.from_local(each.data, mesh, [by])))
-        run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.1)
-        return run
-
-    snapshot = split_by(0, run).ring.take(run.live, 1, {})
-    run.shared.prepare(snapshot, run.live, run.record)
-    state = open_state(run.files[-1], CPU)
-    state.check(split_by(0, Run(tmp_path)).live)
-    with pytest.raises(StateUnusable, match=r"parameter 0 .* split by \(Shard\(dim=0\),\) over the ranks \[0\], now "):
-        state.check(split_by(1, Run(tmp_path)).live)
-
-
-def test_without_room_snapshots_are_taken_in_ordinary_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(shared_states, "free_shared_memory", lambda: 64 * 2**20)
-    caplog.set_level("INFO", logger="self_healing")
-    run = Run(tmp_path)
-    run.shared = SharedStates(run.output_dir, "run", 0, 1)
-    run.ring = SnapshotRing(shared=run.shared)
-    for _ in range(2):
-        run.shared.open(lambda: 30 * 2**20)
-        run.take()
-    assert run.ring.candidate is not None
-    assert (run.ring.candidate.step, run.steps) == (2, [])
-    assert caplog.text.count("Snapshots do not outlive this process") == 1
-    assert "--shm-size" in caplog.text
-
-
-def test_memory_that_turns_out_to_be_short_stops_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    run.take()
-    assert run.ring.candidate is not None
-    assert run.steps == []
-    assert [file.name for file in run.shared.directory.iterdir()] == ["in-use"]
-
-
-def test_a_long_log_is_not_pickled_again_for_each_state(run: Run) -> None:
-    run.take()
-    first = run.shared._writer._pickled[0]
-    run.take()
-    assert run.shared._writer._pickled[0] is first
-    del run.log[1:]
-    run.log.append({"step": 2, "loss": 5.0})
-    run.take()
-    assert open_state(run.files[-1], CPU).record.log_history == run.log
 
 
 def test_states_of_earlier_runs_are_removed(run: Run) -> None:
