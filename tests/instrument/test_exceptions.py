@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import (
+    TEXTS,
     TRAINERS,
     PanicException,
     RaisingAt,
@@ -178,12 +179,14 @@ def test_a_generation_cycle_longer_than_a_step_is_taken_up_in_the_middle(tmp_pat
     assert_same_run(trainer, output, clean, expected)
 
 
+# 4 steps an epoch.
 EVALUATED_AND_SAVED = {
     **TWO_EPOCHS,
+    "texts": TEXTS[:32],
     "eval_strategy": "steps",
-    "eval_steps": 4,
+    "eval_steps": 2,
     "save_strategy": "steps",
-    "save_steps": 5,
+    "save_steps": 3,
     "trainer_kwargs": {"eval_dataset": Dataset.from_dict({"text": ["the model reads", "a row of text"] * 4})},
 }
 
@@ -198,14 +201,14 @@ def undisturbed_with_all_events(tmp_path_factory: pytest.TempPathFactory, tokeni
     ("event", "step"),
     [
         ("on_train_begin", 0),
-        ("on_step_begin", 4),
-        ("on_pre_optimizer_step", 4),
-        ("on_epoch_begin", 8),
-        ("on_evaluate", 8),
-        ("on_log", 6),
-        ("on_save", 5),
-        ("on_epoch_end", 16),
-        ("on_train_end", 16),
+        ("on_step_begin", 2),
+        ("on_pre_optimizer_step", 2),
+        ("on_epoch_begin", 4),
+        ("on_evaluate", 4),
+        ("on_log", 3),
+        ("on_save", 3),
+        ("on_epoch_end", 8),
+        ("on_train_end", 8),
     ],
 )
 def test_a_callback_that_raises_anywhere_costs_no_step(
