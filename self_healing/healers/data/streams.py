@@ -1,31 +1,43 @@
 """
 Streams without the samples that cannot be read, mapped or put into a batch; the next one takes the place of each.
 
-An iterator that a generator feeds is dead once something in it has raised. Of Hugging Face streams the functions are
-therefore guarded one by one, each above a source that lives on; any other source is asked for its next sample, and
-opened again where it has died.
-
-Read against datasets 5.2.
+An iterator that a generator feeds is dead once something in it has raised. Each function of `map` and `filter` in a
+Hugging Face stream (read against datasets 5.2) is therefore wrapped, so that it leaves out what it raises for; any
+other source is asked for its next sample, and opened again where it has died.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
+import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from .guard import Guard, LetPass, Proxy, worker_id
-from .quarantine import BadSample, SampleName, describe_name, find_problem, place
+from .guard import MAX_BAD_IN_A_ROW, CallResult, Guard, LetPass, Proxy, no_substitute, worker_id
+from .quarantine import BadSample, SampleName, find_problem, place, preview_of
 from .sources import SourceReader
 
 
 try:
-    from . import hugging_face
+    from datasets import IterableDataset as HuggingFaceStream
+    from datasets.iterable_dataset import (
+        ArrowExamplesIterable,
+        ExamplesIterable,
+        FilteredExamplesIterable,
+        MappedExamplesIterable,
+        identity_func,
+    )
 except ImportError:
     # Not installed, or its parts have other names: streams are guarded from the outside.
-    hugging_face = None  # type: ignore[assignment]
+    HuggingFaceStream, MappedExamplesIterable = (), object
+
+
+# ---- what the loader reads ----
 
 
 class GuardedStream(Proxy, IterableDataset):  # type: ignore[type-arg]
@@ -44,12 +56,7 @@ class GuardedStream(Proxy, IterableDataset):  # type: ignore[type-arg]
     def __len__(self) -> int:
         return len(self.wrapped)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self.wrapped[key]
-
     def __iter__(self) -> Iterator[Any]:
-        if self.guard.off:
-            return iter(self.wrapped)
         self.guard.names = None
         self.live = LiveStream(self.wrapped, self.guard)
         return self.live
@@ -57,7 +64,6 @@ class GuardedStream(Proxy, IterableDataset):  # type: ignore[type-arg]
     # ---- for the collator ----
 
     def substitutes(self, name: SampleName) -> Iterator[tuple[SampleName, Any]]:
-        """See [`Supply`]."""
         while self.live is not None:
             try:
                 drawn = self.live.draw()
@@ -66,12 +72,10 @@ class GuardedStream(Proxy, IterableDataset):  # type: ignore[type-arg]
             yield drawn
 
     def refuse(self, name: SampleName, sample: Any) -> None:
-        """See [`Supply`]: it is the next one again."""
         if self.live is not None:
-            self.live.put_back(name, sample)
+            self.live.back.appendleft((name, sample))
 
     def describe(self, name: SampleName) -> dict[str, Any]:
-        """See [`Supply`]."""
         return place(str(name)) | {"worker": worker_id()}
 
 
@@ -81,108 +85,223 @@ class LiveStream:
     def __init__(self, dataset: Any, guard: Guard) -> None:
         self._dataset = dataset
         self._guard = guard
-        self._tracked = hugging_face.guarded(dataset, guard) if hugging_face is not None else None
-        self._reading = SourceReader(self._open, guard, self._where, self._advance_by, apart=self._is_apart)
-        self._back: deque[tuple[SampleName, Any]] = deque()
-        self._begun = False
+        self._is_hugging_face = isinstance(dataset, HuggingFaceStream)
+        self._read = dataset
+        self._reading = SourceReader(self._open, guard, _where, self._advance)
+        # Given before anything else.
+        self.back: deque[tuple[SampleName, Any]] = deque()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        guard = self._guard
-        if guard.off:
-            return self._plain()
-        return guard.contained(self._next, self._plain)
+        return self._plain() if self._guard.off else self._guard.contained(self._next, self._plain)
 
     def _next(self) -> Any:
         name, sample = self.draw()
-        if self._guard.names is None:
-            self._guard.names = []
-        self._guard.names.append(name)  # type: ignore[attr-defined]
+        self._guard.names = [*(self._guard.names or ()), name]
         return sample
 
     def _plain(self) -> Any:
         """Goes on without the guard, from where it stands."""
-        if self._back:
-            return self._back.popleft()[1]
+        if self.back:
+            return self.back.popleft()[1]
         if self._reading.source is None:
-            self._reading.source = self._open()
-        return next(self._reading.source)
+            self._reading.source = iter(self._dataset)
+        try:
+            return next(self._reading.source)
+        except LetPass as passed:
+            error = passed.error
+        raise error
 
     def draw(self) -> tuple[SampleName, Any]:
         """Draws the next sample that can be used, and its name."""
-        if self._back:
-            return self._back.popleft()
-        guard, tracked = self._guard, self._tracked
-        if guard.names_only:
-            return self._named_only()
-        if not self._begun:
-            guard.blocked()
+        if self.back:
+            return self.back.popleft()
+        guard = self._guard
         while True:
             sample = next(self._reading)
-            if not self._begun:
-                self._begun = True
+            if self._reading.ordinal == 1:
                 guard.began(sample)
-                if tracked is not None:
-                    # The stream itself is asked where it stands, by the loader and by checkpoints.
-                    self._dataset._state_dict = tracked.dataset._state_dict
-            name = self._name(self._reading.ordinal - 1)
-            if guard.known.blocked and tracked is not None and name in guard.known.blocked:
-                continue
-            problem = find_problem(sample)
+            if self._read is not self._dataset:
+                # The stream itself is asked where it stands, by the loader and by checkpoints.
+                self._dataset._state_dict = self._read._state_dict
+            ordinal = self._reading.ordinal - 1
+            problem = None if guard.names_only else find_problem(sample)
             if problem is None:
-                return name, sample
-            guard.known.add(BadSample.with_problem(problem, attempts=1, **self._at(name)))
-
-    def _named_only(self) -> tuple[SampleName, Any]:
-        try:
-            sample = next(self._reading)
-        except StopIteration:
-            raise
-        except Exception as raised:
-            error = raised.error if isinstance(raised, LetPass) else raised
-            name = describe_name(self._name(self._reading.ordinal))
-            error.add_note(f"self_healing: raised while the training data were streamed, at {name}.")
-            raise LetPass(error) from None
-        if self._reading.ordinal == 1:
-            self._guard.began(sample)
-        return self._name(self._reading.ordinal - 1), sample
-
-    def put_back(self, name: SampleName, sample: Any) -> None:
-        """Gives this sample next."""
-        self._back.appendleft((name, sample))
+                return f"{worker_id() or 0}:{ordinal}", sample
+            guard.known.add(BadSample.with_problem(problem, attempts=1, **_where(ordinal)))
 
     def _open(self) -> Iterator[Any]:
-        return iter(self._dataset if self._tracked is None else self._tracked.dataset)
+        if self._is_hugging_face and not self._guard.names_only:
+            self._read = _guarded(self._dataset, self._guard)
+        return iter(self._read)
 
-    def _is_apart(self) -> bool:
-        """Whether it can be opened a second time while it is read, because its position is in its iterator."""
-        return self._reading.source is not self._dataset and not hasattr(self._dataset, "state_dict")
-
-    def _advance_by(self) -> Iterator[Any] | None:
-        """Opens the stream where it says it stands; `None` if it does not say."""
-        if self._tracked is not None:
-            state = self._tracked.dataset.state_dict()
-            self._tracked = hugging_face.guarded(self._dataset, self._guard)
-            if self._tracked is None:
-                return None
-            self._tracked.dataset.load_state_dict(state)
-            return self._open()
-        if not hasattr(self._dataset, "state_dict") or not hasattr(self._dataset, "load_state_dict"):
+    def _advance(self) -> Iterator[Any] | None:
+        """Opens the stream where it says it stands; `None` if it does not say, or only in part."""
+        # The state of a Hugging Face stream tells neither of its shuffle buffers nor of the rest of a batch.
+        if self._is_hugging_face or not hasattr(self._dataset, "load_state_dict"):
             return None
         self._dataset.load_state_dict(self._dataset.state_dict())
         return self._open()
 
-    def _name(self, ordinal: int) -> str:
-        """Name of the sample that was given last, the nth of this pass."""
-        if self._tracked is not None and self._tracked.key is not None:
-            return f"{self._tracked.key}@{self._tracked.stages}"
-        return f"{worker_id() or 0}:{ordinal}"
 
-    def _where(self, ordinal: int) -> dict[str, Any]:
-        return self._at(self._name(ordinal))
+def _where(ordinal: int, stage: int | None = None) -> dict[str, Any]:
+    worker = worker_id()
+    return {"shard": worker or 0, "stream_ordinal": ordinal, "stage": stage, "worker": worker}
 
-    @staticmethod
-    def _at(name: str) -> dict[str, Any]:
-        return place(name) | {"worker": worker_id()}
+
+# ---- the functions of a Hugging Face stream ----
+
+
+def _guarded(dataset: Any, guard: Guard) -> Any:
+    """Copies a stream, each of its functions and sources in a wrapper; none where its rows are tables."""
+    if dataset._ex_iterable.iter_arrow or (dataset._formatting and dataset._formatting.is_table):
+        return dataset
+    # Not by `copy`, which would share its attributes.
+    copied = object.__new__(type(dataset))
+    vars(copied).update(vars(dataset), _ex_iterable=_guarded_node(dataset._ex_iterable, guard, itertools.count()))
+    return copied
+
+
+def _guarded_node(node: Any, guard: Guard, stages: Iterator[int]) -> Any:
+    node = copy.copy(node)
+    if hasattr(node, "ex_iterable"):
+        node.ex_iterable = _guarded_node(node.ex_iterable, guard, stages)
+    if hasattr(node, "ex_iterables"):
+        node.ex_iterables = [_guarded_node(each, guard, stages) for each in node.ex_iterables]
+    if type(node) in (MappedExamplesIterable, FilteredExamplesIterable):
+        _guard_function(node, guard, stages)
+    elif type(node) is ExamplesIterable:
+        node.generate_examples_fn = _opener(node.generate_examples_fn, guard)
+    elif type(node) is ArrowExamplesIterable:
+        node.generate_tables_fn = _opener(node.generate_tables_fn, guard, size=lambda given: len(given[1]))
+    return node
+
+
+def _guard_function(node: Any, guard: Guard, stages: Iterator[int]) -> None:
+    function = getattr(node, "mask_function", node.function)
+    is_table = node.formatting and node.formatting.is_table
+    if is_table or function is identity_func or inspect.iscoroutinefunction(function):
+        return
+    guarded = GuardedFunction(node, function, guard, next(stages))
+    node.input_columns = None
+    if type(node) is FilteredExamplesIterable:
+        node.mask_function = guarded
+        node.function = partial(node.function.func, guarded, **node.function.keywords)
+    else:
+        node.function = guarded
+        node.__class__ = GuardedMap
+
+
+# In place of the result of a function of `map` that is given one row, for which it raises.
+_LEFT_OUT = "_self_healing_left_out"
+
+
+class GuardedMap(MappedExamplesIterable):  # type: ignore[misc]
+    """Applies a [`GuardedFunction`]."""
+
+    def _iter(self) -> Iterator[tuple[Any, Any]]:
+        return (pair for pair in super()._iter() if _LEFT_OUT not in pair[1])
+
+    def shuffle_data_sources(self, generator: Any) -> Any:
+        return self._again(super().shuffle_data_sources(generator))
+
+    def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> Any:
+        return self._again(super().shard_data_sources(num_shards, index, contiguous=contiguous))
+
+    def _again(self, node: Any) -> Any:
+        node.__class__ = type(self)
+        return node
+
+
+class GuardedFunction:
+    """Calls a function of `map` or `filter`, and leaves out the rows for which it raises twice."""
+
+    def __init__(self, node: Any, function: Callable[..., Any], guard: Guard, stage: int) -> None:
+        self._function = function
+        self._guard = guard
+        self._stage = stage
+        self._filters = type(node) is FilteredExamplesIterable
+        self._batched: bool = node.batched
+        self._columns: list[str] | None = node.input_columns
+        self._removed = frozenset(node.remove_columns or ())
+        self._rows = 0
+        self._bad_in_a_row: list[BadSample] = []
+
+    def __call__(self, given: dict[str, Any], *indices: Any, **named: Any) -> Any:
+        count = len(next(iter(given.values()), ())) if self._batched else 1
+        first, self._rows = self._rows, self._rows + count
+        called = self._guard.attempt(self._apply, given, indices, named)
+        if called.error is not None:
+            failure, called = called.error, self._guard.attempt(self._apply, given, indices, named)
+            if called.error is None:
+                self._guard.known.loaded_on_retry("A sample of the stream", failure)
+            elif self._batched:
+                return self._without_culprits(given, indices, named, called.error, range(count), first)
+            else:
+                self._leave_out(given, first, called.error)
+                return False if self._filters else {_LEFT_OUT: True}
+        self._bad_in_a_row = []
+        return called.value
+
+    def _without_culprits(
+        self, batch: dict[str, Any], indices: Any, named: Any, error: BaseException, rows: range, first: int
+    ) -> Any:
+        left, attempt = list[int](), self._guard.attempt
+        for row in rows:
+            alone = _of_rows([row], batch, indices)
+            raised = attempt(self._apply, *alone, named).error
+            if raised is None:
+                left.append(row)
+                self._bad_in_a_row = []
+            else:
+                self._leave_out({name: values[0] for name, values in alone[0].items()}, first + row, raised)
+        kept, numbers = _of_rows(left, batch, indices)
+        called = attempt(self._apply, kept, numbers, named) if left else CallResult([] if self._filters else kept)
+        if len(left) == len(rows) or called.error is not None:
+            raise LetPass(called.error or error)
+        if self._filters:
+            mask = iter(called.value)
+            return [row in left and next(mask) for row in rows]
+        # Columns that stay as they were have to be as long as the others.
+        return {name: kept[name] for name in kept if not left or name not in self._removed} | dict(called.value)
+
+    def _leave_out(self, row: dict[str, Any], ordinal: int, error: BaseException) -> None:
+        known, where = self._guard.known, _where(ordinal, self._stage)
+        bad = known.that_raised("loading", error, preview=preview_of(row), **where)
+        known.add(bad)
+        self._bad_in_a_row.append(bad)
+        if len(self._bad_in_a_row) > MAX_BAD_IN_A_ROW:
+            raise LetPass(no_substitute(self._bad_in_a_row))
+
+    def _apply(self, given: dict[str, Any], indices: Any, named: dict[str, Any]) -> Any:
+        # A copy for each attempt: functions may change what they are given.
+        given = dict(given)
+        arguments = [given] if self._columns is None else [given[name] for name in self._columns]
+        result = self._function(*arguments, *indices, **named)
+        if result is given and not self._filters:
+            # As `map` does it with a function that returns what it is given.
+            return {name: value for name, value in given.items() if name not in self._removed}
+        return result
+
+
+def _of_rows(rows: list[int], batch: dict[str, Any], indices: Any) -> tuple[dict[str, Any], list[list[int]]]:
+    columns = {
+        name: [values[row] for row in rows] if isinstance(values, list) else values[rows]
+        for name, values in batch.items()
+    }
+    return columns, [[each[row] for row in rows] for each in indices]
+
+
+def _opener(
+    function: Callable[..., Iterator[Any]], guard: Guard, size: Callable[[Any], int] | None = None
+) -> Callable[..., Iterator[Any]]:
+    """Opens the shards of a source, each to be opened again where it fails once."""
+    shards = itertools.count()
+
+    def open_shard(**kwargs: Any) -> Iterator[Any]:
+        at = {"shard": next(shards), "worker": worker_id()}
+        return SourceReader(lambda: iter(function(**kwargs)), guard, lambda n: at | {"stream_ordinal": n}, size=size)
+
+    return open_shard
