@@ -27,7 +27,7 @@ from ..run.incidents import Outcomes
 from ..run.record import new_run_id
 from ..run.run import News, RecoveryBudget, RunContext
 from ..system.files import take_over_whole
-from .data.quarantine import Quarantine, RowQuarantine
+from .data.quarantine import Quarantine
 from .hangs.healer import HangWatch
 from .numerics.remedies import NumericsRemedies
 from .numerics.state import NumericsState
@@ -212,7 +212,7 @@ def assemble(
     for remedies in (
         NumericsRemedies(context, numerics, rollback),
         MemoryRemedies(memory),
-        RowQuarantine(config, quarantine),
+        quarantine,
         LastResorts(context, attempts, ending, rollback, last_step),
     ):
         context.remedies.offer(remedies.table())

@@ -19,7 +19,6 @@ from self_healing.healers.data.quarantine import (
     Quarantine,
     QuarantinedRow,
     dataset_fingerprint,
-    why_not_appendable,
 )
 
 
@@ -106,14 +105,6 @@ def test_findings_that_cannot_be_written_do_not_end_the_run(tmp_path: Path) -> N
     data = guarded(Rows([{"number": number} for number in range(32)], BAD), tmp_path)
     assert len(data.__getitems__([4, 5])) == 2
     assert set(data.guard.known.blocked) == {5}
-
-
-def test_whether_findings_can_be_written_is_known_before(tmp_path: Path) -> None:
-    path = tmp_path / "quarantine.jsonl"
-    assert why_not_appendable(path) is None
-    assert not [*tmp_path.iterdir()]
-    path.mkdir()
-    assert isinstance(why_not_appendable(path), IsADirectoryError)
 
 
 def test_a_poison_row_is_that_of_the_sample_that_was_used(tmp_path: Path, tokenizer: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
@@ -36,11 +37,11 @@ from .quarantine import (
 )
 
 
-# ---- dataset: a dataset that can be indexed, with other samples in place of those that cannot be used ----
+# ---- dataset ----
 
 
 class GuardedDataset(Proxy):
-    """Replaces the samples of a dataset that cannot be loaded or are bad once they are."""
+    """Replaces the samples of a dataset with an index that cannot be loaded or are bad once they are."""
 
     _own = frozenset({"wrapped", "guard"})
 
@@ -114,13 +115,9 @@ class GuardedDataset(Proxy):
         if not bad:
             return index, sample
         for name, sample in self._substitutes(index, bad, raised):
-            self._record(bad, name)
+            self.guard.known.add_all(bad, name)
             return name, sample
         raise LetPass(no_substitute(bad))
-
-    def _record(self, bad: Sequence[BadSample], replaced_by: int) -> None:
-        for sample in bad:
-            self.guard.known.add(sample, replaced_by)
 
     def _substitutes(
         self, index: int, bad: list[BadSample], raised: BaseException | None = None
@@ -184,19 +181,18 @@ class GuardedDataset(Proxy):
     # ---- for the collator ----
 
     def substitutes(self, name: SampleName) -> Iterator[tuple[SampleName, Any]]:
-        """See [`Supply`]."""
         bad: list[BadSample] = []
         recorded = 0
         for found, sample in self._substitutes(int(name), bad):
-            self._record(bad[recorded:], found)
+            self.guard.known.add_all(bad[recorded:], found)
             recorded = len(bad)
             yield found, sample
 
     def refuse(self, name: SampleName, sample: Any) -> None:
-        """See [`Supply`]: it stays in the dataset."""
+        # It stays in the dataset.
+        pass
 
     def describe(self, name: SampleName) -> dict[str, Any]:
-        """See [`Supply`]."""
         return {"dataset_index": int(name), "worker": worker_id()}
 
 
@@ -204,19 +200,28 @@ def _is_index(index: Any) -> bool:
     return isinstance(index, Integral) and not isinstance(index, bool)
 
 
-# ---- collator: a collator that is given other samples in place of those it cannot put into a batch ----
+# ---- collator ----
+
+
+# Tried in place of each sample without labels: a data set may be full of them.
+_LABELLED_TRIED = 3
+# Batches in a row for which nothing better was found: it is a wiring bug, and the loss, which is 0, tells.
+_GIVE_UP_AFTER = 3
 
 
 class GuardedCollator(Proxy):
     """Replaces the samples for which a collator raises, and those of a batch in which no token counts."""
 
-    _own = frozenset({"wrapped", "guard", "supply", "labelled_substitutes"})
+    _own = frozenset({"wrapped", "guard", "supply", "failed_searches", "draws"})
 
     def __init__(self, wrapped: Callable[[Any], Any], guard: Guard, supply: Supply) -> None:
         self.wrapped = wrapped
         self.guard = guard
         self.supply = supply
-        self.labelled_substitutes = LabelledSubstitutes(wrapped, guard, supply)
+        # In a row, for samples with labels.
+        self.failed_searches = 0
+        # Known to choose at random what counts.
+        self.draws = False
 
     def __call__(self, samples: Any) -> Any:
         if self.guard.off:
@@ -236,14 +241,18 @@ class GuardedCollator(Proxy):
         # What it is given is what it would be given without the guard; if the network fails, copies after that.
         collated = guard.attempt(lambda: self.wrapped(first.pop() if first else copies_of(kept)))
         if collated.error is None and (guard.names_only or not has_no_labels(collated.value)):
-            self.labelled_substitutes.found()
+            self.failed_searches = 0
             return collated.value
         if names is None or not isinstance(kept, list) or len(names) != len(kept):
             if collated.error is not None:
                 raise LetPass(collated.error)
             return collated.value
         if collated.error is None:
-            return self.labelled_substitutes.replace(list(kept), list(names), collated.value)
+            state = RandomState.capture()
+            try:
+                return self._with_labels(list(kept), list(names), collated.value)
+            finally:
+                state.restore()
         if guard.names_only:
             bad = self._culprits(kept) or range(len(kept))
             named = ", ".join(str(names[row]) for row in bad)
@@ -279,22 +288,12 @@ class GuardedCollator(Proxy):
         return collated.value
 
     def _culprits(self, samples: list[Any], names: list[SampleName] | None = None) -> list[int]:
-        """
-        Finds the rows that raise by themselves or, if none does, the one in whose place another one does not or, if
-        there is none to be had, the one without which the others do not.
-        """
+        """Finds the rows that raise by themselves or, if none does, the one in whose place another one does not."""
         rows = range(len(samples))
         alone = [row for row in rows if self._raises([samples[row]])]
-        if alone or len(samples) < 2:
+        if alone or len(samples) < 2 or names is None:
             return alone
-        for row in rows if names is not None else ():
-            if self._fits_with_another(samples, names[row], row):  # type: ignore[index]
-                return [row]
-        # Of two, each would fit as well without the other.
-        for row in rows if len(samples) > 2 else ():
-            if not self._raises([*samples[:row], *samples[row + 1 :]]):
-                return [row]
-        return []
+        return [row for row in rows if self._fits_with_another(samples, names[row], row)][:1]
 
     def _raises(self, samples: list[Any]) -> bool:
         return self._attempt(samples).error is not None
@@ -321,87 +320,52 @@ class GuardedCollator(Proxy):
         where = self.supply.describe(name) | {"attempts": 2}
         return self.guard.known.that_raised("collation", error, preview=preview_of(sample), **where)
 
+    # ---- labels ----
 
-# ---- labels ----
-
-
-# Tried in place of each sample: a data set may be full of samples without labels.
-_SUBSTITUTES = 3
-# Batches in a row for which nothing better was found: it is a wiring bug, and the loss, which is 0, tells.
-_GIVE_UP_AFTER = 3
-
-
-class LabelledSubstitutes:
-    """Looks for samples with labels in place of samples without."""
-
-    def __init__(self, collator: Callable[[Any], Any], guard: Guard, supply: Supply) -> None:
-        self._collator = collator
-        self._guard = guard
-        self._supply = supply
-        self._failed_searches = 0
-        # Known to choose at random what counts.
-        self._draws = False
-
-    def found(self) -> None:
-        """Counts a batch in which tokens count."""
-        self._failed_searches = 0
-
-    def replace(self, samples: list[Any], names: list[SampleName], batch: Any) -> Any:
-        """Collates other samples, if there are some with labels; else returns the batch. Draws no random numbers."""
-        state = RandomState.capture()
-        try:
-            return self._replace(samples, names, batch)
-        finally:
-            state.restore()
-
-    def _replace(self, samples: list[Any], names: list[SampleName], batch: Any) -> Any:
-        if self._failed_searches >= _GIVE_UP_AFTER or self._is_drawn(samples):
+    def _with_labels(self, samples: list[Any], names: list[SampleName], batch: Any) -> Any:
+        """Collates other samples, if there are some with labels; else returns the batch."""
+        if self.failed_searches >= _GIVE_UP_AFTER or self._is_drawn(samples):
             return batch
         replaced: list[tuple[BadSample, SampleName]] = []
         for row, name in enumerate(names):
-            where = self._supply.describe(name) | {"attempts": 1}
+            where = self.supply.describe(name) | {"attempts": 1}
             bad = BadSample.with_problem(NO_LABELS, preview=preview_of(samples[row]), **where)
-            found = self._substitute(name)
+            found = self._labelled_substitute(name)
             if found is not None:
                 replaced.append((bad, found[0]))
                 samples[row] = found[1]
         collated = self._attempt(samples) if replaced else None
         if collated is None or collated.error is not None or has_no_labels(collated.value):
-            self._failed_searches += 1
+            self.failed_searches += 1
             return batch
-        self._failed_searches = 0
+        self.failed_searches = 0
         for bad, instead in replaced:
-            self._guard.known.add(bad, instead)
+            self.guard.known.add(bad, instead)
         return collated.value
 
-    def _attempt(self, samples: list[Any]) -> CallResult:
-        return self._guard.attempt(lambda: self._collator(copies_of(samples)))
-
-    def _substitute(self, name: SampleName) -> tuple[SampleName, Any] | None:
+    def _labelled_substitute(self, name: SampleName) -> tuple[SampleName, Any] | None:
         refused, found = [], None
-        for tried, (other, sample) in enumerate(self._supply.substitutes(name)):
-            collated = self._attempt([sample])
+        for other in itertools.islice(self.supply.substitutes(name), _LABELLED_TRIED):
+            collated = self._attempt([other[1]])
             if collated.error is None and not has_no_labels(collated.value):
-                found = other, sample
+                found = other
                 break
-            refused.append((other, sample))
-            if tried + 1 >= _SUBSTITUTES:
-                break
+            refused.append(other)
         for each in reversed(refused):
-            self._supply.refuse(*each)
+            self.supply.refuse(*each)
         return found
 
     def _is_drawn(self, samples: list[Any]) -> bool:
         """Whether the collator drew that no token counts, as in masked language modelling: nothing is wrong then."""
         if all(comes_without_labels(sample) for sample in samples):
             return False
-        if not self._draws:
+        if not self.draws:
             before = RandomState.capture()
             # One of its own would be drawn from for good.
-            self._draws = _has_generator(self._collator) or (
+            self.draws = _has_generator(self.wrapped) or (
                 not has_no_labels(self._attempt(samples).value) or _has_moved(before)
             )
-        return self._draws
+        return self.draws
 
 
 def _has_generator(collator: Any) -> bool:

@@ -195,7 +195,7 @@ def may_be_the_sample(error: BaseException) -> bool:
     return False
 
 
-# ---- proxy: an object that takes the place of another one ----
+# ---- proxy ----
 
 
 class Proxy:
@@ -221,7 +221,7 @@ class Proxy:
         vars(self).update(state)
 
 
-# ---- copies: copies of samples: datasets and collators may change what they are given in place ----
+# ---- copies: datasets and collators may change what they are given in place ----
 
 
 def shallow_copy(sample: Any) -> Any:
@@ -241,7 +241,7 @@ def copies_of(samples: Any) -> Any:
     return [shallow_copy(sample) for sample in samples] if isinstance(samples, list) else shallow_copy(samples)
 
 
-# ---- substitutes: samples that take the place of bad ones ----
+# ---- substitutes ----
 
 
 class Supply(Protocol):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -30,7 +32,6 @@ from .quarantine import (
     Quarantine,
     dataset_fingerprint,
     describe_name,
-    why_not_appendable,
 )
 from .streams import GuardedStream
 
@@ -48,15 +49,12 @@ class LoadCalls(Protocol):
 
     def call(
         self, service: str, rewind: Callable[[], None], function: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Calls a function, again if need be."""
+    ) -> Any: ...
 
     @property
-    def has_claim(self) -> bool:
-        """Whether a call was given up, and its exception has not left `train()` yet."""
+    def has_claim(self) -> bool: ...
 
-    def claim(self, error: BaseException) -> Claim | None:
-        """Claims the exception that training was left by after a call was given up."""
+    def claim(self, error: BaseException) -> Claim | None: ...
 
     def take_back(self) -> Incident | None:
         """Returns the incident of a call that was given up, for which `train()` need not be entered again any more."""
@@ -103,7 +101,7 @@ class SampleHealer(Healer):
             known = self._quarantine.watch(run.run_id, fingerprint, args.process_index, instrument.view.step)
             known.take()
             if loading.has_workers:
-                self._ensure_shared_file(known)
+                self._share_findings(known)
         seed = args.seed if args.data_seed is None else args.data_seed
         guard = Guard(known, int(seed), self._retry(loading), names_only)
         if not loading.has_workers:
@@ -124,20 +122,20 @@ class SampleHealer(Healer):
             instrument.position.actual = guarded.actual
         instrument.replace(instrument.trainer, "get_batch_samples", self._fetch)
 
-    def _ensure_shared_file(self, known: KnownBadSamples) -> None:
+    def _share_findings(self, known: KnownBadSamples) -> None:
         """Has data loader workers report through a temporary file if `quarantine.jsonl` cannot be written."""
         path = self._quarantine.path
-        error = why_not_appendable(path)
-        if error is None:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK):
             return
         directory = Path(tempfile.mkdtemp(prefix="self_healing-"))
         self._instrument.on_detach.append(partial(shutil.rmtree, directory, ignore_errors=True))
-        known.use_another_file(directory / QUARANTINE_FILE)
+        known.path = str(directory / QUARANTINE_FILE)
         logger.warning(
-            "%s cannot be written (%s). Samples that cannot be used are replaced and counted all the same, but a run "
-            "that is resumed tries those again that no checkpoint knows of. Please make the file writable.",
+            "%s cannot be written. Samples that cannot be used are replaced and counted all the same, but a run that "
+            "is resumed tries those again that no checkpoint knows of. Please make the file writable.",
             path,
-            error,
         )
 
     def _retry(self, loading: TrainingLoader) -> Callable[..., Any]:
@@ -147,7 +145,7 @@ class SampleHealer(Healer):
         return partial(self.calls.call, "the training data", _nothing_to_rewind)
 
     def _stream_began(self, sample: Any) -> None:
-        """Takes in the row a stream begins with. If it is another one than before, what is skipped was not trained."""
+        """If a stream begins with another row than before, what is skipped was not trained."""
         journal, row = self.run.journal, digest_of({"row": sample})
         epoch = int((self._instrument.trainer.state.epoch or 0) + 1e-6)
         if self._quarantine.first_rows.setdefault(epoch, row) != row and journal.incidents:
@@ -173,14 +171,13 @@ class SampleHealer(Healer):
         except DataSourceError as error:
             broken = error
         if broken is not None:
-            self._end_for_the_source(broken)
+            self._end("broken_data_source", {"message": str(broken)[:2000]}, str(broken), broken)
         elif instrument.attached:
             with instrument.failsafe.contained():
                 self._count_and_report(len(fetched[0]))
         return fetched
 
     def _count_and_report(self, batches: int) -> None:
-        """Counts the samples of a window that was fetched, and reports bad ones found meanwhile."""
         loading, known = self._loading, self._known
         if loading is None or known is None:
             return
@@ -219,8 +216,6 @@ class SampleHealer(Healer):
                 opened.acted(Action.REPLACE_SAMPLE, by=[each.replaced_by for each in new])
             opened.close("resolved")
 
-    # ---- the end ----
-
     def _end_for_too_many(self, bad: dict[Any, str], limit: float) -> None:
         drawn = f"{self._drawn} drawn so far and their substitutes"
         listed = "; ".join(f"{describe_name(name)} ({why[:120]})" for name, why in list(bad.items())[:_LISTED])
@@ -231,9 +226,6 @@ class SampleHealer(Healer):
         )
         self._end("too_many_bad_samples", {"bad": len(bad), "limit": limit, "drawn": self._drawn}, verdict, None)
 
-    def _end_for_the_source(self, error: DataSourceError) -> None:
-        self._end("broken_data_source", {"message": str(error)[:2000]}, str(error), error)
-
     def _end(self, symptom: str, evidence: dict[str, Any], verdict: str, error: Exception | None) -> None:
         instrument = self._instrument
         with self.run.incident(instrument.view.step, symptom, evidence) as opened:
@@ -243,4 +235,5 @@ class SampleHealer(Healer):
 
 
 def _nothing_to_rewind() -> None:
-    """Does nothing: a sample that could not be loaded leaves nothing behind."""
+    # A sample that could not be loaded leaves nothing behind.
+    pass

@@ -6,7 +6,6 @@ import hashlib
 import logging
 import os
 import re
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from ...config.healing_config import HealingConfig
 from ...failures.classify import describe_exception
 from ...failures.recipes import Action, text_of
 from ...hf.batches import content_hash, row_text
@@ -30,7 +28,7 @@ from ...system.files import append_line, parse_lines
 logger = logging.getLogger(__name__)
 
 
-# ---- bad sample: one sample that cannot be used, as it is journalled and written down ----
+# ---- one sample ----
 
 
 PREVIEW_LENGTH = 200
@@ -38,7 +36,7 @@ PREVIEW_LENGTH = 200
 
 @dataclass(frozen=True, slots=True)
 class BadSample:
-    """One sample that cannot be used."""
+    """One sample that cannot be used, as it is journalled and written down."""
 
     problem: str
     error_type: str
@@ -56,19 +54,16 @@ class BadSample:
 
     @classmethod
     def with_problem(cls, problem: Problem, **fields: Any) -> BadSample:
-        """A sample that raises nothing and cannot be trained on."""
         return cls(problem.name, "", problem.text, **fields)
 
     @classmethod
     def that_raised(cls, problem: str, error: BaseException, **fields: Any) -> BadSample:
-        """A sample that raised, with type, message and place of the exception."""
         trace = traceback.extract_tb(error.__traceback__)
         raised_at = f"{trace[-1].filename}:{trace[-1].lineno}" if trace else None
         return cls(problem, type(error).__name__, text_of(error)[:500], raised_at, **fields)
 
     @property
     def name(self) -> SampleName:
-        """Name it is known by."""
         if self.dataset_index is not None:
             return self.dataset_index
         if self.stream_ordinal is None:
@@ -79,11 +74,10 @@ class BadSample:
 
     @property
     def why(self) -> str:
-        """Reason it cannot be used, in a line."""
         return ": ".join(part for part in (self.error_type, self.error) if part)
 
     def without_text(self) -> BadSample:
-        """Leaves out its text, and that of what was raised, which may quote it."""
+        # Nor that of what was raised, which may quote it.
         if self.text_hash is not None:
             return self
         # Without a type, the text is our own.
@@ -95,7 +89,6 @@ class BadSample:
 
 
 def content_name(*parts: str | None) -> str:
-    """Hashes what is known of something to a short name."""
     return hashlib.sha256("\0".join(str(part) for part in parts).encode()).hexdigest()[:12]
 
 
@@ -111,7 +104,7 @@ def preview_of(sample: Any) -> str | None:
         return None
 
 
-# ---- known bad samples: bad samples of one data set, shared by the processes that load it ----
+# ---- those of one data set, shared by the processes that load it ----
 
 
 # Why a row is not used that a step has failed for, and not the data.
@@ -119,9 +112,7 @@ POISON = "it makes a step non-finite"
 
 
 class KnownBadSamples:
-    """
-    Samples of one data set that are not to be used: added by the guards of any process, and known to all of them.
-    """
+    """Samples of one data set that are not to be used: added by the guards of any process, and known to all."""
 
     def __init__(
         self,
@@ -140,7 +131,7 @@ class KnownBadSamples:
         self.blocked = blocked
         self.dropped_in = {} if dropped_in is None else dropped_in
         self.rank = rank
-        # Since they were last taken: found by this process, or by its workers.
+        # Found by this process or its workers since they were last taken.
         self.new: list[BadSample] = []
         self.retried: list[str] = []
         # Rows that an earlier process has dropped in steps that are done again, as the quarantine knows them.
@@ -153,12 +144,12 @@ class KnownBadSamples:
         """Those of the blocked that could not be loaded or collated; the others made a step non-finite."""
         return {name: why for name, why in self.blocked.items() if why != POISON}
 
-    def use_another_file(self, path: Path) -> None:
-        """Has the processes share what they find through another file, where `quarantine.jsonl` cannot be written."""
-        self.path, self._read = str(path), 0
+    @property
+    def whose(self) -> dict[str, Any]:
+        return {"run": self.run, "fingerprint": self.fingerprint, "rank": self.rank}
 
     def that_raised(self, problem: str, error: BaseException, **fields: Any) -> BadSample:
-        """Describes a sample that raised, as [`BadSample.that_raised`]; without text if that may not be kept."""
+        """A sample that raised, without text if that may not be kept."""
         return self._as_written(BadSample.that_raised(problem, error, **fields))
 
     def _as_written(self, sample: BadSample) -> BadSample:
@@ -173,14 +164,7 @@ class KnownBadSamples:
             return
         self.blocked[sample.name] = sample.why
         self.new.append(sample)
-        line = {
-            "kind": "bad_sample",
-            "time": time.time(),
-            "run": self.run,
-            "fingerprint": self.fingerprint,
-            "rank": self.rank,
-            **asdict(sample),
-        }
+        line = {"kind": "bad_sample", "time": time.time(), **self.whose, **asdict(sample)}
         try:
             append_line(self.path, line)
         except OSError as error:
@@ -190,15 +174,18 @@ class KnownBadSamples:
                     "%s could not be written (%s); the samples are replaced all the same.", self.path, error
                 )
 
+    def add_all(self, samples: Iterable[BadSample], replaced_by: SampleName) -> None:
+        for sample in samples:
+            self.add(sample, replaced_by)
+
     def loaded_on_retry(self, what: str, error: BaseException) -> None:
-        """Notes that a second attempt has succeeded."""
         raised = describe_exception(error) if self._keep_text else type(error).__name__
         self.retried.append(f"{what} ({raised})")
         # The incident tells of it.
         logger.info("%s raised %s; the second attempt succeeded.", what, raised)
 
     def read_new_lines(self, before: int | None = None) -> None:
-        """Reads what other processes have written since the last time, if they have."""
+        """Reads what other processes have written since the last time; rows of steps after `before` come again."""
         try:
             if os.stat(self.path).st_size <= self._read:
                 return
@@ -245,18 +232,16 @@ class KnownBadSamples:
 
 
 def row_key(row: Mapping[str, Any]) -> str:
-    """Key that tells a row from all others."""
     return ":".join(str(row.get(name)) for name in ("content_hash", "dataset_index", "segment", "stream_ordinal"))
 
 
-# ---- sample names: names of samples: an index, or `shard:ordinal@stage` in a stream ----
+# ---- names: an index, or `shard:ordinal@stage` in a stream ----
 
 
 SampleName = int | str
 
 
 def describe_name(name: SampleName) -> str:
-    """Says a name in words."""
     if isinstance(name, int):
         return f"sample {name}"
     shard, _, rest = name.partition(":")
@@ -266,18 +251,10 @@ def describe_name(name: SampleName) -> str:
 
 
 def place(name: str) -> dict[str, Any]:
-    """Reads shard, ordinal and stage from a name; from that of several mapped together, those of the first."""
-    found = re.match(r"(\d+):(\d+)(?:_.*?)?(?:@(\d+))?$", name)
-    if found is None:
-        return {"shard": None, "stream_ordinal": None}
-    shard, ordinal, stage = found.groups()
-    place = {"shard": int(shard), "stream_ordinal": int(ordinal)}
-    return place if stage is None else place | {"stage": int(stage)}
-
-
-def is_simple(key: Any) -> bool:
-    """Whether a name is that of one sample, and neither unknown nor that of several that were mapped together."""
-    return re.fullmatch(r"\d+:\d+", str(key)) is not None
+    """Reads shard, ordinal and stage from a name."""
+    found = re.fullmatch(r"(\d+):(\d+)(?:@(\d+))?", name)
+    numbers = (None, None, None) if found is None else (each and int(each) for each in found.groups())
+    return dict(zip(("shard", "stream_ordinal", "stage"), numbers, strict=True))
 
 
 # ---- problems ----
@@ -303,36 +280,24 @@ def find_problem(sample: Any) -> Problem | None:
     # A dictionary is known at once; abstract classes are asked for in twice the time.
     if type(sample) is not dict and not isinstance(sample, Mapping):
         return None
-    if _is_empty(sample.get("input_ids")):
-        return EMPTY
-    return None
-
-
-def _is_empty(ids: Any) -> bool:
-    if isinstance(ids, (list, tuple)):
-        return not ids
-    shape = getattr(ids, "shape", None)
-    return shape is not None and len(shape) > 0 and shape[-1] == 0
+    ids = sample.get("input_ids")
+    shape = (len(ids),) if isinstance(ids, list | tuple) else getattr(ids, "shape", None)
+    return EMPTY if shape and shape[-1] == 0 else None
 
 
 def has_no_labels(batch: Any) -> bool:
-    """Whether none of the tokens of a batch counts in the loss."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if not isinstance(labels, torch.Tensor) or labels.ndim < 2 or labels.numel() == 0:
+    if not isinstance(labels, torch.Tensor) or labels.ndim < 2 or labels.numel() == 0 or labels.is_floating_point():
         return False
-    if labels.is_floating_point() or labels.device.type != "cpu":
-        # On a device, asking would make the host wait for it.
-        return False
-    return int(labels.max()) == IGNORED_LABEL
+    # On a device, asking would make the host wait for it.
+    return labels.device.type == "cpu" and int(labels.max()) == IGNORED_LABEL
 
 
 def comes_without_labels(sample: Any) -> bool:
-    """Whether a sample has labels of its own, all of them masked, before any collator has drawn which ones count."""
+    """Whether a sample has labels of its own, all of them masked."""
     labels = sample.get("labels") if isinstance(sample, Mapping) else None
-    if labels is None:
-        return False
     try:
-        return bool((torch.as_tensor(labels) == IGNORED_LABEL).all())
+        return labels is not None and bool((torch.as_tensor(labels) == IGNORED_LABEL).all())
     except (TypeError, ValueError, RuntimeError):
         return False
 
@@ -387,10 +352,9 @@ class Quarantine:
         return self.known
 
     def add(self, rows: Iterable[QuarantinedRow], step: int, epoch: float | None, incident: str) -> None:
-        """Writes rows down. A file that cannot be written is reported, not raised."""
+        """Writes rows down, and tells the other ranks of them."""
         lines, blocked, keys = [], list[tuple[SampleName, str, int | None]](), list[str]()
         known = self.known
-        of_the_run = {} if known is None else {"run": known.run, "fingerprint": known.fingerprint, "rank": known.rank}
         for row in rows:
             if known is not None and row.dataset_index is not None and row.segment is None:
                 known.blocked.setdefault(row.dataset_index, POISON)
@@ -402,7 +366,7 @@ class Quarantine:
             self.seen.add(key)
             keys.append(key)
             line = {"time": time.time(), "incident": incident, "step": step, "epoch": epoch, **asdict(row)}
-            lines.append(line | of_the_run)
+            lines.append(line | ({} if known is None else known.whose))
         self._share(blocked, keys)
         try:
             for line in lines:
@@ -410,10 +374,8 @@ class Quarantine:
         except OSError:
             logger.warning("%s could not be written; the rows were dropped all the same.", self.path, exc_info=True)
 
-    # ---- the other ranks ----
-
     def share(self, samples: Iterable[BadSample]) -> None:
-        """Tells the other ranks of samples that this one has found, so that none of them uses them."""
+        """Tells the other ranks of samples that this one has found."""
         self._share([(sample.name, sample.why, None) for sample in samples])
 
     def _share(self, blocked: Sequence[tuple[SampleName, str, int | None]], keys: Sequence[str] = ()) -> None:
@@ -423,7 +385,7 @@ class Quarantine:
             self.tell(lambda: record)
 
     def take_in(self, rank: int, record: Mapping[str, Any]) -> None:
-        """Takes in what another rank does not use any more: whichever rank draws it next leaves it out."""
+        """Takes in what another rank does not use any more."""
         blocked = self.blocked.setdefault(record["fingerprint"], {})
         dropped_in = self._dropped_in.setdefault(record["fingerprint"], {})
         for name, why, step in record["blocked"]:
@@ -431,6 +393,22 @@ class Quarantine:
             if step is not None:
                 dropped_in.setdefault(name, step)
         self.seen.update(record["seen"])
+
+    def table(self) -> dict[Action, CarryOut]:
+        """Maps the action to the method that carries it out."""
+        return {Action.QUARANTINE_ROWS: self._quarantine_rows}
+
+    def _quarantine_rows(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        window, diagnosis, trainer = context.step_in_hand, context.diagnosis, context.running.trainer
+        if diagnosis is None:
+            raise ValueError("quarantine_rows needs the diagnosis that names the rows")
+        rows = _rows_of(window, diagnosis.poison, trainer.processing_class, self._keep_text)
+        self.add(rows, window.step, window.epoch, context.incident.id)
+        context.incident.evidence["rows"] = [
+            {"dataset_index": row.dataset_index, "content_hash": row.content_hash, "prompt": row.prompt}
+            for row in rows
+        ]
+        return {"rows": context.incident.evidence["rows"], "file": str(self.path)}
 
     def state_dict(self) -> dict[str, Any]:
         blocked = {name: [[*entry] for entry in names.items()] for name, names in self.blocked.items() if names}
@@ -458,52 +436,8 @@ def dataset_fingerprint(dataset: Any) -> str:
     return f"{type(dataset).__module__}.{type(dataset).__qualname__}:{length}"
 
 
-def why_not_appendable(path: Path) -> OSError | None:
-    """Tries whether a file can be appended to, and returns the error if not; leaves nothing behind."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
-        else:
-            # Not the file itself: another process may be the one that creates it.
-            tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        return error
-    return None
-
-
-# ---- rows: writes rows of a step that are to blame to the quarantine file, with where in the data they come from ----
-
-
-class RowQuarantine:
-    """Writes down the rows that a diagnosis names."""
-
-    def __init__(self, config: HealingConfig, quarantine: Quarantine) -> None:
-        self.config = config
-        self._quarantine = quarantine
-
-    def table(self) -> dict[Action, CarryOut]:
-        """Maps the action to the method that carries it out."""
-        return {Action.QUARANTINE_ROWS: self._quarantine_rows}
-
-    def _quarantine_rows(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
-        window, diagnosis, trainer = context.step_in_hand, context.diagnosis, context.running.trainer
-        if diagnosis is None:
-            raise ValueError("quarantine_rows needs the diagnosis that names the rows")
-        keep_text = self.config.quarantine_text
-        rows = quarantined_rows(window, diagnosis.poison, trainer.processing_class, keep_text)
-        self._quarantine.add(rows, window.step, window.epoch, context.incident.id)
-        context.incident.evidence["rows"] = [
-            {"dataset_index": row.dataset_index, "content_hash": row.content_hash, "prompt": row.prompt}
-            for row in rows
-        ]
-        return {"rows": context.incident.evidence["rows"], "file": str(self._quarantine.path)}
-
-
-def quarantined_rows(
-    window: Window, poison: Mapping[int, list[int]], tokenizer: Any, keep_text: bool = True
-) -> list[QuarantinedRow]:
-    """Describes the rows to be dropped with all that is known; without their text, if that is not to be kept."""
+def _rows_of(window: Window, poison: Mapping[int, list[int]], tokenizer: Any, keep_text: bool) -> list[QuarantinedRow]:
+    """Describes the rows to be dropped, without their text if that is not to be kept."""
     rows = []
     for index, bad in poison.items():
         layout, batch = window.layout(index), window.prepared[index]
@@ -514,14 +448,14 @@ def quarantined_rows(
             source = sources[row] if row < len(sources) else RowSource()
             prompt_keys = ("prompt_ids", "prompt_input_ids") if window.objective.online and keep_text else ()
             text_keys = ("input_ids", "completion_ids", "prompt_ids") if keep_text else ()
-            text = row_text(batch, layout, row, tokenizer, text_keys) if text_keys else None
+            text = row_text(batch, layout, row, tokenizer, text_keys)
             rows.append(
                 QuarantinedRow(
                     dataset_index=source.dataset_index,
                     segment=source.segment,
                     stream_ordinal=source.stream_ordinal,
                     content_hash=content_hash(batch, layout, row),
-                    prompt=row_text(batch, layout, row, tokenizer, prompt_keys) if prompt_keys else None,
+                    prompt=row_text(batch, layout, row, tokenizer, prompt_keys),
                     preview=None if text is None else text[:200],
                     micro_batch=index,
                     row=row,
