@@ -12,8 +12,9 @@ import torch
 from conftest import quarantined
 from datasets import Dataset
 
+from self_healing.healers.data.datasets import comes_without_labels, has_no_labels
 from self_healing.healers.data.guard import Guard
-from self_healing.healers.data.quarantine import EMPTY, Quarantine, comes_without_labels, find_problem, has_no_labels
+from self_healing.healers.data.quarantine import EMPTY, Quarantine, find_problem
 from self_healing.healers.data.streams import GuardedStream
 
 

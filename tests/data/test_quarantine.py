@@ -13,13 +13,15 @@ from transformers import set_seed
 
 from self_healing import SelfHealingCallback
 from self_healing.healers.data.guard import candidates
+from self_healing.healers.data.healer import dataset_fingerprint
 from self_healing.healers.data.quarantine import (
     POISON,
     BadSample,
     Quarantine,
-    QuarantinedRow,
-    dataset_fingerprint,
 )
+
+
+ROW = {"dataset_index": 5, "segment": None, "stream_ordinal": None, "content_hash": "a hash"}
 
 
 @pytest.mark.parametrize("kind", ["poison", "raising"])
@@ -58,25 +60,23 @@ def test_a_run_that_goes_on_reads_what_its_earlier_process_wrote(tmp_path: Path)
 
 
 def test_a_row_that_was_dropped_in_a_later_step_comes_again(tmp_path: Path) -> None:
-    row = QuarantinedRow(5, None, None, "a hash", None, None, micro_batch=0, row=0)
     quarantine = Quarantine(tmp_path)
     quarantine.watch("run", "data")
-    quarantine.add([row], 7, 0.5, "incident")
+    quarantine.add([ROW], 7, 0.5, "incident")
     for again in (quarantine, Quarantine(tmp_path)):
         assert again.watch("run", "data", step=8).blocked == {5: POISON}
         assert not again.watch("run", "data", step=7).blocked
-        again.add([row], 7, 0.5, "another incident")
+        again.add([ROW], 7, 0.5, "another incident")
         assert again.watch("run", "data", step=8).blocked == {5: POISON}
     assert len(quarantine.path.read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize(("goes_on_from", "blocked"), [(3, {}), (4, {5: POISON}), (7, {5: POISON})])
 def test_a_row_is_dropped_first_in_the_first_of_its_steps(tmp_path: Path, goes_on_from: int, blocked: Any) -> None:
-    row = QuarantinedRow(5, None, None, "a hash", None, None, micro_batch=0, row=0)
     quarantine = Quarantine(tmp_path)
     quarantine.watch("run", "data")
     for step in (3, 7):
-        quarantine.add([row], step, 0.5, "incident")
+        quarantine.add([ROW], step, 0.5, "incident")
     assert quarantine.watch("run", "data", step=goes_on_from).blocked == blocked
 
 
@@ -96,8 +96,6 @@ def test_the_quarantine_survives_its_checkpoint(tmp_path: Path) -> None:
     again = Quarantine(tmp_path / "elsewhere")
     again.load_state_dict(quarantine.state_dict())
     assert again.blocked == quarantine.blocked
-    again.load_state_dict({"seen": ["written by an earlier version"]})
-    assert again.seen == {"written by an earlier version"}
 
 
 def test_findings_that_cannot_be_written_do_not_end_the_run(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -29,10 +29,8 @@ from .quarantine import (
     NO_LABELS,
     BadSample,
     SampleName,
-    comes_without_labels,
     describe_name,
     find_problem,
-    has_no_labels,
     preview_of,
 )
 
@@ -76,7 +74,7 @@ class GuardedDataset(Proxy):
         used = [self.actual(index) for index in indices] if guard.blocked() else indices
         if guard.names_only:
             return self._load_or_name(used)
-        loaded = guard.attempt_load(self._load, used)
+        loaded = guard.attempt(self._load, used, loads=True)
         if loaded.error is not None or any(map(find_problem, loaded.value)):
             return self._one_by_one(used, loaded.error)
         guard.names = used
@@ -146,10 +144,10 @@ class GuardedDataset(Proxy):
     def _load_twice(self, index: int, bad: list[BadSample], patient: bool) -> tuple[Any, BaseException | None]:
         """Loads a sample, twice if it raises; one that cannot be used is appended to `bad`, with what it raised."""
         attempts, guard = 1, self.guard
-        loaded = guard.attempt_load(self._load, [index], patient=patient)
+        loaded = guard.attempt(self._load, [index], loads=True, patient=patient)
         if loaded.error is not None and not (patient and may_be_the_sample(loaded.error)):
             first, attempts = loaded.error, 2
-            loaded = guard.attempt_load(self._load, [index], patient=patient)
+            loaded = guard.attempt(self._load, [index], loads=True, patient=patient)
             if loaded.error is None:
                 guard.known.loaded_on_retry(describe_name(index), first)
         where = self.describe(index) | {"attempts": attempts}
@@ -366,6 +364,26 @@ class GuardedCollator(Proxy):
                 not has_no_labels(self._attempt(samples).value) or _has_moved(before)
             )
         return self.draws
+
+
+_IGNORED_LABEL = -100
+
+
+def has_no_labels(batch: Any) -> bool:
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.ndim < 2 or labels.numel() == 0 or labels.is_floating_point():
+        return False
+    # On a device, asking would make the host wait for it.
+    return labels.device.type == "cpu" and int(labels.max()) == _IGNORED_LABEL
+
+
+def comes_without_labels(sample: Any) -> bool:
+    """Whether a sample has labels of its own, all of them masked."""
+    labels = sample.get("labels") if isinstance(sample, Mapping) else None
+    try:
+        return labels is not None and bool((torch.as_tensor(labels) == _IGNORED_LABEL).all())
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def _has_generator(collator: Any) -> bool:

@@ -114,27 +114,19 @@ class Guard:
         assert self.retry is not None
         return self.retry(attempt)  # type: ignore[no-any-return]
 
-    def attempt(self, function: Callable[..., T], *arguments: Any) -> CallResult:
-        """Calls code that is given several samples, or one that was loaded already."""
-        try:
-            return CallResult(self.call(function, *arguments))
-        except BaseException as error:
-            if not is_error(error):
-                raise
-            self.raise_if_not_the_sample(error)
-            return CallResult(None, error)
-
-    def attempt_load(self, function: Callable[..., T], *arguments: Any, patient: bool = True) -> CallResult:
+    def attempt(
+        self, function: Callable[..., T], *arguments: Any, loads: bool = False, patient: bool = True
+    ) -> CallResult:
         """
-        Calls code that loads samples, where a failure of network, disk or memory may be that of one sample: a dead
-        link, a bad sector, a header that asks for too much.
+        Calls code of the data. Where it loads samples, a failure of network, disk or memory may be that of one
+        sample: a dead link, a bad sector, a header that asks for too much.
         """
         try:
             return CallResult(self.call(function, *arguments) if patient else function(*arguments))
         except BaseException as error:
             if not is_error(error):
                 raise
-            if not may_be_the_sample(error):
+            if not (loads and may_be_the_sample(error)):
                 self.raise_if_not_the_sample(error)
             return CallResult(None, error)
 
@@ -185,13 +177,11 @@ def may_be_the_sample(error: BaseException) -> bool:
     cause: BaseException | None = error
     # A chain of causes may be closed to a ring.
     for _ in range(_MAX_CAUSES):
-        if cause is None:
-            break
         if failure is FailureType.OUT_OF_MEMORY and isinstance(cause, MemoryError):
             return True
         if failure is FailureType.DISK and isinstance(cause, OSError) and cause.errno == errno.EIO:
             return True
-        cause = cause.__cause__
+        cause = None if cause is None else cause.__cause__
     return False
 
 

@@ -30,7 +30,6 @@ from .quarantine import (
     BadSample,
     KnownBadSamples,
     Quarantine,
-    dataset_fingerprint,
     describe_name,
 )
 from .streams import GuardedStream
@@ -237,3 +236,15 @@ class SampleHealer(Healer):
 def _nothing_to_rewind() -> None:
     # A sample that could not be loaded leaves nothing behind.
     pass
+
+
+def dataset_fingerprint(dataset: Any) -> str:
+    """Fingerprint of a data set: where it is the same, an index names the same sample."""
+    own = getattr(dataset, "_fingerprint", None)
+    if isinstance(own, str):
+        return own
+    try:
+        length: int | None = len(dataset)
+    except Exception:
+        length = None
+    return f"{type(dataset).__module__}.{type(dataset).__qualname__}:{length}"

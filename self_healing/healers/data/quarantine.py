@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import re
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +12,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainingArguments
 
 from ...failures.classify import describe_exception
@@ -137,7 +135,6 @@ class KnownBadSamples:
         # Rows that an earlier process has dropped in steps that are done again, as the quarantine knows them.
         self.ahead: set[str] = set()
         self._read = 0
-        self._unwritable = False
 
     @property
     def bad(self) -> dict[SampleName, str]:
@@ -168,11 +165,7 @@ class KnownBadSamples:
         try:
             append_line(self.path, line)
         except OSError as error:
-            if not self._unwritable:
-                self._unwritable = True
-                logger.warning(
-                    "%s could not be written (%s); the samples are replaced all the same.", self.path, error
-                )
+            logger.warning("%s could not be written (%s); the sample is replaced all the same.", self.path, error)
 
     def add_all(self, samples: Iterable[BadSample], replaced_by: SampleName) -> None:
         for sample in samples:
@@ -250,17 +243,7 @@ def describe_name(name: SampleName) -> str:
     return f"sample {rest.partition('@')[0]} of shard {shard}"
 
 
-def place(name: str) -> dict[str, Any]:
-    """Reads shard, ordinal and stage from a name."""
-    found = re.fullmatch(r"(\d+):(\d+)(?:@(\d+))?", name)
-    numbers = (None, None, None) if found is None else (each and int(each) for each in found.groups())
-    return dict(zip(("shard", "stream_ordinal", "stage"), numbers, strict=True))
-
-
 # ---- problems ----
-
-
-IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,41 +268,10 @@ def find_problem(sample: Any) -> Problem | None:
     return EMPTY if shape and shape[-1] == 0 else None
 
 
-def has_no_labels(batch: Any) -> bool:
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if not isinstance(labels, torch.Tensor) or labels.ndim < 2 or labels.numel() == 0 or labels.is_floating_point():
-        return False
-    # On a device, asking would make the host wait for it.
-    return labels.device.type == "cpu" and int(labels.max()) == IGNORED_LABEL
-
-
-def comes_without_labels(sample: Any) -> bool:
-    """Whether a sample has labels of its own, all of them masked."""
-    labels = sample.get("labels") if isinstance(sample, Mapping) else None
-    try:
-        return labels is not None and bool((torch.as_tensor(labels) == IGNORED_LABEL).all())
-    except (TypeError, ValueError, RuntimeError):
-        return False
-
-
 # ---- quarantine ----
 
 
 QUARANTINE_FILE = "quarantine.jsonl"
-
-
-@dataclass(frozen=True, slots=True)
-class QuarantinedRow:
-    """One row that makes a step non-finite by itself."""
-
-    dataset_index: int | None
-    segment: int | None
-    stream_ordinal: int | None
-    content_hash: str
-    prompt: str | None
-    preview: str | None
-    micro_batch: int
-    row: int
 
 
 class Quarantine:
@@ -351,22 +303,23 @@ class Quarantine:
         self.seen |= self.known.ahead
         return self.known
 
-    def add(self, rows: Iterable[QuarantinedRow], step: int, epoch: float | None, incident: str) -> None:
+    def add(self, rows: Iterable[dict[str, Any]], step: int, epoch: float | None, incident: str) -> None:
         """Writes rows down, and tells the other ranks of them."""
         lines, blocked, keys = [], list[tuple[SampleName, str, int | None]](), list[str]()
         known = self.known
         for row in rows:
-            if known is not None and row.dataset_index is not None and row.segment is None:
-                known.blocked.setdefault(row.dataset_index, POISON)
-                known.dropped_in.setdefault(row.dataset_index, step)
-                blocked.append((row.dataset_index, POISON, step))
-            key = row_key(asdict(row))
+            index = row["dataset_index"]
+            if known is not None and index is not None and row["segment"] is None:
+                known.blocked.setdefault(index, POISON)
+                known.dropped_in.setdefault(index, step)
+                blocked.append((index, POISON, step))
+            key = row_key(row)
             if key in self.seen:
                 continue
             self.seen.add(key)
             keys.append(key)
-            line = {"time": time.time(), "incident": incident, "step": step, "epoch": epoch, **asdict(row)}
-            lines.append(line | ({} if known is None else known.whose))
+            line = {"time": time.time(), "incident": incident, "step": step, "epoch": epoch}
+            lines.append(line | row | ({} if known is None else known.whose))
         self._share(blocked, keys)
         try:
             for line in lines:
@@ -404,10 +357,8 @@ class Quarantine:
             raise ValueError("quarantine_rows needs the diagnosis that names the rows")
         rows = _rows_of(window, diagnosis.poison, trainer.processing_class, self._keep_text)
         self.add(rows, window.step, window.epoch, context.incident.id)
-        context.incident.evidence["rows"] = [
-            {"dataset_index": row.dataset_index, "content_hash": row.content_hash, "prompt": row.prompt}
-            for row in rows
-        ]
+        named = ("dataset_index", "content_hash", "prompt")
+        context.incident.evidence["rows"] = [{name: row[name] for name in named} for row in rows]
         return {"rows": context.incident.evidence["rows"], "file": str(self.path)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -417,48 +368,34 @@ class Quarantine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.seen = set(state["seen"])
-        # Written by an earlier version of the library, it holds no samples.
-        for fingerprint, entries in state.get("blocked", {}).items():
+        for fingerprint, entries in state["blocked"].items():
             self.blocked.setdefault(fingerprint, {}).update({name: why for name, why in entries})
-        for fingerprint, entries in state.get("dropped_in", {}).items():
+        for fingerprint, entries in state["dropped_in"].items():
             self._dropped_in.setdefault(fingerprint, {}).update({name: step for name, step in entries})
 
 
-def dataset_fingerprint(dataset: Any) -> str:
-    """Fingerprint of a data set: where it is the same, an index names the same sample."""
-    own = getattr(dataset, "_fingerprint", None)
-    if isinstance(own, str):
-        return own
-    try:
-        length: int | None = len(dataset)
-    except Exception:
-        length = None
-    return f"{type(dataset).__module__}.{type(dataset).__qualname__}:{length}"
-
-
-def _rows_of(window: Window, poison: Mapping[int, list[int]], tokenizer: Any, keep_text: bool) -> list[QuarantinedRow]:
+def _rows_of(window: Window, poison: Mapping[int, list[int]], tokenizer: Any, keep_text: bool) -> list[dict[str, Any]]:
     """Describes the rows to be dropped, without their text if that is not to be kept."""
+    prompt_keys = ("prompt_ids", "prompt_input_ids") if window.objective.online and keep_text else ()
+    text_keys = ("input_ids", "completion_ids", "prompt_ids") if keep_text else ()
     rows = []
     for index, bad in poison.items():
-        layout, batch = window.layout(index), window.prepared[index]
-        sources = window.sources(index)
+        layout, batch, sources = window.layout(index), window.prepared[index], window.sources(index)
         if layout is None:
             continue
         for row in bad:
             source = sources[row] if row < len(sources) else RowSource()
-            prompt_keys = ("prompt_ids", "prompt_input_ids") if window.objective.online and keep_text else ()
-            text_keys = ("input_ids", "completion_ids", "prompt_ids") if keep_text else ()
             text = row_text(batch, layout, row, tokenizer, text_keys)
             rows.append(
-                QuarantinedRow(
-                    dataset_index=source.dataset_index,
-                    segment=source.segment,
-                    stream_ordinal=source.stream_ordinal,
-                    content_hash=content_hash(batch, layout, row),
-                    prompt=row_text(batch, layout, row, tokenizer, prompt_keys),
-                    preview=None if text is None else text[:200],
-                    micro_batch=index,
-                    row=row,
-                )
+                {
+                    "dataset_index": source.dataset_index,
+                    "segment": source.segment,
+                    "stream_ordinal": source.stream_ordinal,
+                    "content_hash": content_hash(batch, layout, row),
+                    "prompt": row_text(batch, layout, row, tokenizer, prompt_keys),
+                    "preview": None if text is None else text[:PREVIEW_LENGTH],
+                    "micro_batch": index,
+                    "row": row,
+                }
             )
     return rows

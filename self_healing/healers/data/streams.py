@@ -19,7 +19,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from .guard import MAX_BAD_IN_A_ROW, CallResult, Guard, LetPass, Proxy, no_substitute, worker_id
-from .quarantine import BadSample, SampleName, find_problem, place, preview_of
+from .quarantine import BadSample, SampleName, find_problem, preview_of
 from .sources import SourceReader
 
 
@@ -76,7 +76,7 @@ class GuardedStream(Proxy, IterableDataset):  # type: ignore[type-arg]
             self.live.back.appendleft((name, sample))
 
     def describe(self, name: SampleName) -> dict[str, Any]:
-        return place(str(name)) | {"worker": worker_id()}
+        return _where(int(str(name).partition(":")[2]))
 
 
 class LiveStream:
