@@ -180,10 +180,9 @@ class GuardedDataset(Proxy):
 
     def substitutes(self, name: SampleName) -> Iterator[tuple[SampleName, Any]]:
         bad: list[BadSample] = []
-        recorded = 0
         for found, sample in self._substitutes(int(name), bad):
-            self.guard.known.add_all(bad[recorded:], found)
-            recorded = len(bad)
+            self.guard.known.add_all(bad, found)
+            bad.clear()
             yield found, sample
 
     def refuse(self, name: SampleName, sample: Any) -> None:

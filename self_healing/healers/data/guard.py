@@ -27,13 +27,7 @@ T = TypeVar("T")
 
 # Not the sample's fault: other families heal them.
 _NOT_THE_SAMPLE = frozenset(
-    {
-        FailureType.NETWORK,
-        FailureType.OUT_OF_MEMORY,
-        FailureType.DISK,
-        FailureType.DEVICE,
-        FailureType.PROCESS_DIED,
-    }
+    {FailureType.NETWORK, FailureType.OUT_OF_MEMORY, FailureType.DISK, FailureType.DEVICE, FailureType.PROCESS_DIED}
 )
 # Samples in a row that cannot be used, after which it is not the samples.
 MAX_BAD_IN_A_ROW = 10
@@ -82,7 +76,7 @@ class Guard:
         self.names: Sequence[SampleName] | None = None
 
     def turn_off(self) -> None:
-        """Loads the data without guards from here on, also in iterators that were made before."""
+        """Loads without guards from here on, also in iterators that were made before."""
         self.off = True
 
     def blocked(self) -> dict[SampleName, str]:

@@ -64,12 +64,8 @@ class GuardedStream(Proxy, IterableDataset):  # type: ignore[type-arg]
     # ---- for the collator ----
 
     def substitutes(self, name: SampleName) -> Iterator[tuple[SampleName, Any]]:
-        while self.live is not None:
-            try:
-                drawn = self.live.draw()
-            except StopIteration:
-                return
-            yield drawn
+        # To the end of the stream: drawing never gives `None`.
+        return iter(()) if self.live is None else iter(self.live.draw, None)
 
     def refuse(self, name: SampleName, sample: Any) -> None:
         if self.live is not None:
@@ -88,7 +84,6 @@ class LiveStream:
         self._is_hugging_face = isinstance(dataset, HuggingFaceStream)
         self._read = dataset
         self._reading = SourceReader(self._open, guard, _where, self._advance)
-        # Given before anything else.
         self.back: deque[tuple[SampleName, Any]] = deque()
 
     def __iter__(self) -> Iterator[Any]:
@@ -181,8 +176,8 @@ def _guarded_node(node: Any, guard: Guard, stages: Iterator[int]) -> Any:
 
 def _guard_function(node: Any, guard: Guard, stages: Iterator[int]) -> None:
     function = getattr(node, "mask_function", node.function)
-    is_table = node.formatting and node.formatting.is_table
-    if is_table or function is identity_func or inspect.iscoroutinefunction(function):
+    as_table = node.formatting and node.formatting.is_table
+    if as_table or function is identity_func or inspect.iscoroutinefunction(function):
         return
     guarded = GuardedFunction(node, function, guard, next(stages))
     node.input_columns = None
