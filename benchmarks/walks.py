@@ -57,7 +57,7 @@ def walk(fault: Callable[[Any], object]) -> list[Walk]:
             Path(directory), build_tokenizer(), max_steps=STEPS, logging_steps=100, callbacks=[walks]
         )
         fault(trainer)
-        config = HealingConfig(retry_initial_seconds=0.0, snapshot_interval=4)
+        config = HealingConfig(api_retry_base_delay=0.0, snapshot_interval=4)
         try:
             SelfHealingTrainer(trainer, config, sleep=lambda _: None).train()
         finally:

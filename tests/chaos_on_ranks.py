@@ -34,8 +34,8 @@ from self_healing.tools.chaos.callback import Chaos
 store_class: Any = torch.distributed.TCPStore
 
 CONFIG = {
-    "retry_initial_seconds": 0.01,
-    "retry_max_seconds": 0.05,
+    "api_retry_base_delay": 0.01,
+    "api_retry_max_delay": 0.05,
     # No step of this model takes as long, however busy the machine is.
     "hang_floor_seconds": 12.0,
     "hang_grace_seconds": 2.0,

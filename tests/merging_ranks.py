@@ -66,7 +66,7 @@ def main(directory: Path, strategy: str) -> None:
     common = {"ddp_backend": "gloo", "num_train_epochs": 3, "max_steps": -1, "gradient_accumulation_steps": 1}
 
     def train(name: str, trainer: Any, epochs: Epochs, **extra: Any) -> None:
-        SelfHealingTrainer(trainer, HealingConfig(oom_probe_steps=1000, max_bad_data_fraction=0.5)).train()
+        SelfHealingTrainer(trainer, HealingConfig(oom_probe_steps=1000, max_bad_fraction=0.5)).train()
         torch.distributed.barrier()
         sharded = any(isinstance(each, DTensor) for each in trainer.model.parameters())
         results[name] = {

@@ -288,7 +288,7 @@ def main(output_dir: Path, options: dict[str, Any]) -> None:
         trainer.train()
         return
     # What is asked here is mostly what becomes of checkpoints on disk.
-    settings = {"retry_initial_seconds": 0.0, "resume_from_memory": False, **options.get("config", {})}
+    settings = {"api_retry_base_delay": 0.0, "resume_from_memory": False, **options.get("config", {})}
     healer = SelfHealingTrainer(trainer, HealingConfig(**settings))
     healer.train(resume_from_checkpoint=options.get("resume"))
     result = {

@@ -52,9 +52,7 @@ class Restarted(Runs):
             trainer.model.register_buffer("added", torch.zeros(1), persistent=False)
         if first:
             trainer.add_callback(Failing())
-        config = HealingConfig(
-            snapshot_interval=3, snapshot_verify_steps=1, launcher_restarts="yes", hang_action="notify"
-        )
+        config = HealingConfig(snapshot_interval=3, snapshot_verify_steps=1, launcher_restarts="yes", on_hang="notify")
         with contextlib.suppress(ValueError) if first else contextlib.nullcontext():
             SelfHealingTrainer(trainer, config).train()
         if not first:

@@ -358,7 +358,7 @@ def test_a_slow_step_takes_longer_and_does_nothing_else(tmp_path: Path, tokenize
 
 def test_faults_inside_of_a_step_are_survived(tmp_path: Path, tokenizer: Any) -> None:
     faults = "nan_loss@2,nan_gradient@4,inf_gradient@6,network_error@7,oom@8,poison_samples@9"
-    config = HealingConfig(retry_initial_seconds=0.01)
+    config = HealingConfig(api_retry_base_delay=0.01)
     trainer, rows = rehearsed(tmp_path, tokenizer, faults, grpo_trainer, config=config, max_steps=12)
     assert trainer.state.global_step == 12
     assert len(rows) == 6

@@ -35,8 +35,8 @@ STEPS = 240
 MOST_STARTS = 12
 FAULTS = every_fault()
 CONFIG = {
-    "retry_initial_seconds": 0.01,
-    "retry_max_seconds": 0.05,
+    "api_retry_base_delay": 0.01,
+    "api_retry_max_delay": 0.05,
     # No step of this model takes as long, however busy the machine is.
     "hang_floor_seconds": 12.0,
     "budget_refund_steps": 10,

@@ -87,14 +87,14 @@ class TestParsers:
         config = parse(
             *("--on_nonfinite", "skip"),
             *("--nan_patience", "5"),
-            *("--retry_initial_seconds", "0.5"),
+            *("--api_retry_base_delay", "0.5"),
             *("--healing_dir", "elsewhere"),
             *("--trackio_alerts", "false"),
         )
         assert changes(config) == {
             "on_nonfinite": "skip",
             "nan_patience": 5,
-            "retry_initial_seconds": 0.5,
+            "api_retry_base_delay": 0.5,
             "healing_dir": "elsewhere",
             "trackio_alerts": False,
         }
@@ -108,11 +108,11 @@ class TestParsers:
 
     def test_yaml_sets_values(self, parse_yaml):
         config = parse_yaml("nan_patience: 5\ndrop_poison_rows: false\nretry_max_seconds: 600\n")
-        assert changes(config) == {"nan_patience": 5, "drop_poison_rows": False, "retry_max_seconds": 600.0}
+        assert changes(config) == {"nan_patience": 5, "drop_poison_rows": False, "api_retry_max_delay": 600.0}
 
     def test_yaml_may_write_off_without_quotes(self, parse_yaml):
-        config = parse_yaml("hang_action: off\nlauncher_restarts: yes\n")
-        assert changes(config) == {"hang_action": "off", "launcher_restarts": "yes"}
+        config = parse_yaml("on_hang: off\nlauncher_restarts: yes\n")
+        assert changes(config) == {"on_hang": "off", "launcher_restarts": "yes"}
 
     def test_the_command_line_overrides_yaml(self, parse_yaml):
         assert changes(parse_yaml("nan_patience: 5\n", "--nan_patience", "6")) == {"nan_patience": 6}
@@ -173,8 +173,8 @@ class TestValidation:
             ("nan_patience", 0),
             ("max_skipped_fraction", 2),
             ("max_recovery_attempts", -1),
-            ("gradient_explosion", -1),
-            ("zclip_decay", 1.0),
+            ("grad_explosion_threshold", -1),
+            ("zclip_ema_decay", 1.0),
         ],
     )
     def test_a_number_out_of_range_is_refused(self, name, value):
@@ -198,12 +198,12 @@ class TestValidation:
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_a_number_that_is_not_finite_is_refused(self, value):
-        with pytest.raises(ConfigurationError, match=r"`retry_max_seconds` is .* must be a finite number"):
-            HealingConfig(retry_max_seconds=value)
+        with pytest.raises(ConfigurationError, match=r"`api_retry_max_delay` is .* must be a finite number"):
+            HealingConfig(api_retry_max_delay=value)
 
     def test_the_longest_wait_may_not_be_shorter_than_the_first(self):
-        with pytest.raises(ConfigurationError, match=r"`retry_max_seconds` is 0\.5, but must be at least"):
-            HealingConfig(retry_max_seconds=0.5)
+        with pytest.raises(ConfigurationError, match=r"`api_retry_max_delay` is 0\.5, but must be at least"):
+            HealingConfig(api_retry_max_delay=0.5)
 
     @pytest.mark.parametrize(
         ("name", "value", "kept"),
@@ -240,14 +240,13 @@ class TestPresets:
             "reexecute_attempts": 2,
             "nan_patience": 8,
             "max_skipped_fraction": 0.25,
-            "max_quarantined_fraction": 0.5,
+            "max_bad_fraction": 0.25,
             "max_spike_skips": 10,
             "zclip_mode": "clip",
             "max_lr_reductions": 6,
-            "max_bad_data_fraction": 0.25,
             "max_recovery_attempts": 20,
-            "retry_max_seconds": 900.0,
-            "retry_attempts": 20,
+            "api_retry_max_delay": 900.0,
+            "api_retry_attempts": 20,
             "retry_total_seconds": 7200.0,
         }
 
@@ -257,7 +256,7 @@ class TestPresets:
             "nan_patience": 2,
             "drop_poison_rows": False,
             "max_skipped_fraction": 0.02,
-            "max_quarantined_fraction": 0.05,
+            "max_bad_fraction": 0.05,
             "max_spike_skips": 1,
             "on_divergence": "stop",
             "max_lr_reductions": 1,
@@ -325,9 +324,9 @@ def values_of(name: str) -> st.SearchStrategy:
         return st.booleans()
     if isinstance(default, int):
         return st.integers(2, 10) | st.just(10**6 if name != "reexecute_attempts" else 10)
-    if name == "retry_initial_seconds":
+    if name == "api_retry_base_delay":
         return st.floats(0, 1e3)
-    if name == "retry_max_seconds":
+    if name == "api_retry_max_delay":
         return st.floats(1e3, allow_infinity=False)
     if name == "collective_timeout_check_seconds":
         return st.just(0.0) | st.floats(10.0, allow_infinity=False)
@@ -453,8 +452,8 @@ class TestRecipes:
                 HealingConfig(
                     reexecute_attempts=2,
                     max_recovery_attempts=10,
-                    retry_initial_seconds=5.0,
-                    retry_max_seconds=900.0,
+                    api_retry_base_delay=5.0,
+                    api_retry_max_delay=900.0,
                 ),
             ),
         ],

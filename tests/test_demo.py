@@ -81,7 +81,7 @@ def test_three_faults_are_healed_and_shown(show: Show, tmp_path: Path, capfd: py
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_what_was_not_healed_is_not_shown_as_healed(show: Show, settings: dict[str, Any], problem: str) -> None:
-    result, text = show(config=HealingConfig(retry_initial_seconds=0.0, **settings))
+    result, text = show(config=HealingConfig(api_retry_base_delay=0.0, **settings))
     assert any(problem in found for found in result.problems), result.problems
     assert "Not as it should be:" in text
     assert "Every fault was found" not in text

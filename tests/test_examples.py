@@ -45,7 +45,7 @@ def test_sft_offline(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, str(SFT), "--offline_tiny", "--config", str(config)),
-            *("--output_dir", str(tmp_path / "run"), "--on_nonfinite", "skip", "--retry_max_seconds", "10"),
+            *("--output_dir", str(tmp_path / "run"), "--on_nonfinite", "skip", "--api_retry_max_delay", "10"),
         ],
         capture_output=True,
         text=True,

@@ -58,7 +58,7 @@ def start(directory: Path, rank: int, again: bool) -> dict[str, Any]:
             began.append(state.global_step)
 
     trainer.add_callback(Begins())
-    SelfHealingTrainer(trainer, HealingConfig(retry_initial_seconds=0.01, snapshot_interval=3)).train()
+    SelfHealingTrainer(trainer, HealingConfig(api_retry_base_delay=0.01, snapshot_interval=3)).train()
     return {"steps": trainer.state.global_step, "began": began}
 
 

@@ -38,21 +38,20 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reexecute_attempts": 2,
         "nan_patience": 8,
         "max_skipped_fraction": 0.25,
-        "max_quarantined_fraction": 0.5,
         "max_spike_skips": 10,
         "zclip_mode": "clip",
         "max_lr_reductions": 6,
-        "max_bad_data_fraction": 0.25,
+        "max_bad_fraction": 0.25,
         "max_recovery_attempts": 20,
-        "retry_max_seconds": 900.0,
-        "retry_attempts": 20,
+        "api_retry_max_delay": 900.0,
+        "api_retry_attempts": 20,
         "retry_total_seconds": 7200.0,
     },
     "conservative": {
         "nan_patience": 2,
         "drop_poison_rows": False,
         "max_skipped_fraction": 0.02,
-        "max_quarantined_fraction": 0.05,
+        "max_bad_fraction": 0.05,
         "max_spike_skips": 1,
         "on_divergence": "stop",
         "max_lr_reductions": 1,
@@ -118,16 +117,14 @@ class HealingConfig:
         drop_poison_rows (`bool`, *optional*, defaults to `True`):
             Whether to drop the rows that make a step non-finite on their own, and renormalise the rest. If `False`,
             skip the whole step.
-        max_poison_fraction (`float`, *optional*, defaults to `0.5`):
-            Largest share of a step's rows that may be blamed on the data. Above it, the fault counts as numerical,
-            unless an earlier healthy batch is still finite. Above 0, at most 1.
         max_skipped_fraction (`float`, *optional*, defaults to `0.1`):
             The run stops when more than this share of the last `skip_window` steps was skipped. Above 0, at most 1.
         skip_window (`int`, *optional*, defaults to `100`):
-            Number of recent steps over which `max_skipped_fraction`, `max_quarantined_fraction` and `max_spike_skips`
+            Number of recent steps over which `max_skipped_fraction`, `max_bad_fraction` and `max_spike_skips`
             are counted. At least 1.
-        max_quarantined_fraction (`float`, *optional*, defaults to `0.25`):
-            The run stops when more than this share of the rows of the last `skip_window` steps was dropped. Above 0,
+        max_bad_fraction (`float`, *optional*, defaults to `0.1`):
+            The run stops when more than this share of the rows of the last `skip_window` steps was dropped, or of the
+            samples drawn so far was bad (of at least 100 samples, or of the whole data set if it is smaller). Above 0,
             at most 1.
         scaler_patience (`int`, *optional*, defaults to `3`):
             fp16 only: consecutive overflows that count as a fault. Fewer are left to the `GradScaler`, which skips
@@ -147,7 +144,7 @@ class HealingConfig:
             0.
         gradient_spike_z (`float`, *optional*, defaults to `10.0`):
             Robust z-score of the log gradient norm above which it is a spike. Above 0.
-        gradient_explosion (`float`, *optional*, defaults to `10000.0`):
+        grad_explosion_threshold (`float`, *optional*, defaults to `10000.0`):
             Gradient norm before clipping above which the gradient has exploded, unless such norms are usual in the
             run. 0 switches this off. At least 0.
         max_spike_skips (`int`, *optional*, defaults to `3`):
@@ -189,9 +186,9 @@ class HealingConfig:
         zclip_mode (`str`, *optional*, defaults to `"observe"`):
             Adaptive gradient clipping by the norms usual in the run, below `max_grad_norm`: `"off"`, `"observe"` keeps
             the statistic and logs what it would clip, `"clip"` clips.
-        zclip_z (`float`, *optional*, defaults to `2.5`):
+        zclip_z_threshold (`float`, *optional*, defaults to `2.5`):
             z-score above which a gradient norm is an outlier. Above 0.
-        zclip_decay (`float`, *optional*, defaults to `0.97`):
+        zclip_ema_decay (`float`, *optional*, defaults to `0.97`):
             Weight of the past in the running mean and variance. Above 0, at most 0.9999.
         zclip_warmup_steps (`int`, *optional*, defaults to `25`):
             First steps, which only fill the statistic; nothing is clipped in them. At least 2.
@@ -246,9 +243,6 @@ class HealingConfig:
             What to do about a sample that raises twice while it is loaded or collated, or that is empty:
             `"quarantine"` writes it to `quarantine.jsonl` and uses another sample in its place, `"raise"` raises the
             error and names the sample.
-        max_bad_data_fraction (`float`, *optional*, defaults to `0.1`):
-            The run stops, and lists the bad samples, when more than this share of the samples drawn so far was bad (of
-            at least 100 samples, or of the whole data set if it is smaller). Above 0, at most 1.
 
         > Section `recovery`: how often a run is recovered, and exceptions that end `train()`
 
@@ -260,12 +254,12 @@ class HealingConfig:
         emergency_checkpoint (`bool`, *optional*, defaults to `True`):
             Whether to write an exactly resumable checkpoint when an exception ends `train()`. If `False`, the run
             falls back on its newest regular checkpoint.
-        retry_initial_seconds (`float`, *optional*, defaults to `5.0`):
+        api_retry_base_delay (`float`, *optional*, defaults to `5.0`):
             Upper bound of the first wait after a network or service failure, in seconds. The bound doubles with every
             attempt, and each wait is drawn at random below it. At least 0.
-        retry_max_seconds (`float`, *optional*, defaults to `300.0`):
-            Longest such wait, in seconds. At least `retry_initial_seconds`.
-        retry_attempts (`int`, *optional*, defaults to `8`):
+        api_retry_max_delay (`float`, *optional*, defaults to `300.0`):
+            Longest such wait, in seconds. At least `api_retry_base_delay`.
+        api_retry_attempts (`int`, *optional*, defaults to `8`):
             How often a call to a service (reward function, streamed data, vLLM server, Hub) is attempted before its
             error is raised. At least 1.
         retry_total_seconds (`float`, *optional*, defaults to `900.0`):
@@ -281,7 +275,7 @@ class HealingConfig:
 
         > Section `hangs`: training that hangs
 
-        hang_action (`str`, *optional*, defaults to `"recover"`):
+        on_hang (`str`, *optional*, defaults to `"recover"`):
             What to do when a part of a step takes far longer than ever before: `"recover"` writes the stacks of all
             threads to disk, interrupts the step and goes on ([`SelfHealingTrainer`]; if the step cannot be interrupted
             and a launcher restarts the job, the process ends with exit code 75), `"notify"` only writes the stacks and
@@ -392,13 +386,6 @@ class HealingConfig:
             "aliases": ["--no_drop_poison_rows", "--no-drop-poison-rows"],
         },
     )
-    max_poison_fraction: Annotated[float, Setting("nonfinite", above=0, at_most=1)] = field(
-        default=0.5,
-        metadata={
-            "help": "Largest share of a step's rows that may be blamed on the data. Above it, the fault counts as "
-            "numerical, unless an earlier healthy batch is still finite."
-        },
-    )
     max_skipped_fraction: Annotated[float, Setting("nonfinite", above=0, at_most=1)] = field(
         default=0.1,
         metadata={"help": "The run stops when more than this share of the last `skip_window` steps was skipped."},
@@ -406,14 +393,16 @@ class HealingConfig:
     skip_window: Annotated[int, Setting("nonfinite", at_least=1)] = field(
         default=100,
         metadata={
-            "help": "Number of recent steps over which `max_skipped_fraction`, `max_quarantined_fraction` and "
+            "help": "Number of recent steps over which `max_skipped_fraction`, `max_bad_fraction` and "
             "`max_spike_skips` are counted."
         },
     )
-    max_quarantined_fraction: Annotated[float, Setting("nonfinite", above=0, at_most=1)] = field(
-        default=0.25,
+    max_bad_fraction: Annotated[float, Setting("nonfinite", above=0, at_most=1)] = field(
+        default=0.1,
         metadata={
-            "help": "The run stops when more than this share of the rows of the last `skip_window` steps was dropped."
+            "help": "The run stops when more than this share of the rows of the last `skip_window` steps was dropped, "
+            "or of the samples drawn so far was bad (of at least 100 samples, or of the whole data set if it is "
+            "smaller)."
         },
     )
     scaler_patience: Annotated[int, Setting("nonfinite", at_least=1)] = field(
@@ -448,7 +437,7 @@ class HealingConfig:
     gradient_spike_z: Annotated[float, Setting("detection", above=0)] = field(
         default=10.0, metadata={"help": "Robust z-score of the log gradient norm above which it is a spike."}
     )
-    gradient_explosion: Annotated[float, Setting("detection", at_least=0)] = field(
+    grad_explosion_threshold: Annotated[float, Setting("detection", at_least=0)] = field(
         default=1e4,
         metadata={
             "help": "Gradient norm before clipping above which the gradient has exploded, unless such norms are usual "
@@ -531,10 +520,10 @@ class HealingConfig:
             "`observe` keeps the statistic and logs what it would clip, `clip` clips."
         },
     )
-    zclip_z: Annotated[float, Setting("clipping", above=0)] = field(
+    zclip_z_threshold: Annotated[float, Setting("clipping", above=0)] = field(
         default=2.5, metadata={"help": "z-score above which a gradient norm is an outlier."}
     )
-    zclip_decay: Annotated[float, Setting("clipping", above=0, at_most=0.9999)] = field(
+    zclip_ema_decay: Annotated[float, Setting("clipping", above=0, at_most=0.9999)] = field(
         default=0.97, metadata={"help": "Weight of the past in the running mean and variance."}
     )
     zclip_warmup_steps: Annotated[int, Setting("clipping", at_least=2)] = field(
@@ -638,13 +627,6 @@ class HealingConfig:
             "the error and names the sample."
         },
     )
-    max_bad_data_fraction: Annotated[float, Setting("data", above=0, at_most=1)] = field(
-        default=0.1,
-        metadata={
-            "help": "The run stops, and lists the bad samples, when more than this share of the samples drawn so far "
-            "was bad (of at least 100 samples, or of the whole data set if it is smaller)."
-        },
-    )
 
     max_recovery_attempts: Annotated[int, Setting("recovery", at_least=0)] = field(
         default=6,
@@ -663,19 +645,19 @@ class HealingConfig:
             "back on its newest regular checkpoint."
         },
     )
-    retry_initial_seconds: Annotated[float, Setting("recovery", at_least=0)] = field(
+    api_retry_base_delay: Annotated[float, Setting("recovery", at_least=0)] = field(
         default=5.0,
         metadata={
             "help": "Upper bound of the first wait after a network or service failure, in seconds. The bound doubles "
             "with every attempt, and each wait is drawn at random below it."
         },
     )
-    retry_max_seconds: Annotated[float, Setting("recovery", at_least=0)] = field(
+    api_retry_max_delay: Annotated[float, Setting("recovery", at_least=0)] = field(
         default=300.0,
-        metadata={"help": "Longest such wait, in seconds. At least `retry_initial_seconds`."},
+        metadata={"help": "Longest such wait, in seconds. At least `api_retry_base_delay`."},
     )
 
-    retry_attempts: Annotated[int, Setting("recovery", at_least=1)] = field(
+    api_retry_attempts: Annotated[int, Setting("recovery", at_least=1)] = field(
         default=8,
         metadata={
             "help": "How often a call to a service (reward function, streamed data, vLLM server, Hub) is attempted "
@@ -705,7 +687,7 @@ class HealingConfig:
         },
     )
 
-    hang_action: Annotated[Literal["recover", "notify", "off"], Setting("hangs")] = field(
+    on_hang: Annotated[Literal["recover", "notify", "off"], Setting("hangs")] = field(
         default="recover",
         metadata={
             "help": "What to do when a part of a step takes far longer than ever before: `recover` writes the stacks "

@@ -172,10 +172,10 @@ def value_problems(schema: Schema, values: Mapping[str, Any]) -> list[str]:
             f"`collective_timeout_check_seconds` is {values['collective_timeout_check_seconds']}, but must be 0 (off) "
             f"or at least {_SHORTEST_CHECK}: a rank that is busy for some seconds would end the run. Please raise it."
         )
-    elif values["retry_max_seconds"] < values["retry_initial_seconds"]:
+    elif values["api_retry_max_delay"] < values["api_retry_base_delay"]:
         problems.append(
-            f"`retry_max_seconds` is {values['retry_max_seconds']}, but must be at least `retry_initial_seconds`, "
-            f"which is {values['retry_initial_seconds']}. Please raise the first or lower the second."
+            f"`api_retry_max_delay` is {values['api_retry_max_delay']}, but must be at least `api_retry_base_delay`, "
+            f"which is {values['api_retry_base_delay']}. Please raise the first or lower the second."
         )
     return problems
 

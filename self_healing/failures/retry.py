@@ -77,14 +77,14 @@ class RetryPolicy:
 
         Args:
             config ([`HealingConfig`]):
-                With the settings that begin with `retry_`.
+                With the settings that begin with `api_retry_`.
             sleep (`Callable[[float], None]`, *optional*, defaults to `time.sleep`):
                 Function that waits.
         """
         return cls(
-            attempts=config.retry_attempts,
-            initial_seconds=config.retry_initial_seconds,
-            max_seconds=config.retry_max_seconds,
+            attempts=config.api_retry_attempts,
+            initial_seconds=config.api_retry_base_delay,
+            max_seconds=config.api_retry_max_delay,
             total_seconds=config.retry_total_seconds,
             sleep=sleep,
         )

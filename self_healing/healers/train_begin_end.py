@@ -434,7 +434,7 @@ _HEALED = (
     ("out of memory", "on_oom", ("heal",), "steps"),
     ("bad samples", "on_bad_sample", ("quarantine",), "inside"),
     ("failed saves", "on_save_failure", ("continue",), "inside"),
-    ("hangs", "hang_action", ("recover",), "wrapper"),
+    ("hangs", "on_hang", ("recover",), "wrapper"),
     ("exceptions", "max_recovery_attempts", range(1, sys.maxsize), "wrapper"),
 )
 # The outcomes of incidents, in words.

@@ -41,7 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return run
 
 
-AT_ONCE = HealingConfig(retry_initial_seconds=0.0)
+AT_ONCE = HealingConfig(api_retry_base_delay=0.0)
 
 
 def outcomes(output_dir: Path) -> list[str]:

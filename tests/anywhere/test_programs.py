@@ -172,7 +172,7 @@ def test_trl_grpo_whose_judge_does_not_answer(project: Path) -> None:
     assert plain.returncode == 1
     assert "the judge does not answer" in plain.stderr
 
-    Path("quick.toml").write_text("retry_initial_seconds = 0\n")
+    Path("quick.toml").write_text("api_retry_base_delay = 0\n")
     healed = call([*HEALED, "--config", "quick.toml", "--", *command])
     assert healed.returncode == 0, healed.stderr
     assert len(losses(healed)) == 4

@@ -238,7 +238,7 @@ def test_what_fails_for_one_sample_alone_is_that_of_the_sample(tmp_path: Path, e
 
 def test_a_lost_connection_is_tried_again_where_nothing_is_replaced(tmp_path: Path, tokenizer: Any) -> None:
     rows = Rows(rows_of(tokenizer, tmp_path), {5}, error=ConnectionError, times=2)
-    config = HealingConfig.conservative(retry_initial_seconds=0.0)
+    config = HealingConfig.conservative(api_retry_base_delay=0.0)
     trainer = trainer_on(rows, tmp_path, tokenizer, config, max_steps=EPOCH)
     trainer.train()
     assert trainer.state.global_step == EPOCH
@@ -246,7 +246,7 @@ def test_a_lost_connection_is_tried_again_where_nothing_is_replaced(tmp_path: Pa
 
 def test_a_lost_connection_is_tried_again_in_place(tmp_path: Path, tokenizer: Any) -> None:
     rows = Rows(rows_of(tokenizer, tmp_path), {5}, error=ConnectionError, times=2)
-    config = HealingConfig(retry_initial_seconds=0.0)
+    config = HealingConfig(api_retry_base_delay=0.0)
     trainer = trainer_on(rows, tmp_path, tokenizer, config, max_steps=EPOCH)
     trainer.train()
     assert not quarantined(tmp_path)
@@ -289,7 +289,7 @@ def test_leaving_and_entering_again_changes_no_bit(tmp_path: Path, tokenizer: An
             output_dir, tokenizer, max_steps=12, callbacks=[RaisingAt("on_step_begin", 6)] if interrupted else None
         )
         trainer.train_dataset = Rows(rows, BAD)
-        SelfHealingTrainer(trainer, HealingConfig(retry_initial_seconds=0.0)).train()
+        SelfHealingTrainer(trainer, HealingConfig(api_retry_base_delay=0.0)).train()
         result.append(weights(trainer))
     assert_same_weights(result[1], result[0])
 
@@ -301,7 +301,7 @@ def test_too_many_bad_samples_end_the_run_and_are_listed(tmp_path: Path, tokeniz
     bad = range(0, 64, 4)
     rows = Rows(rows_of(tokenizer, tmp_path), bad)
     trainer = trainer_on(rows, tmp_path, tokenizer, max_steps=2 * EPOCH)
-    with pytest.raises(UnrecoverableTrainingError, match=r"max_bad_data_fraction=0\.1 allows \(6\).*cannot decode"):
+    with pytest.raises(UnrecoverableTrainingError, match=r"max_bad_fraction=0\.1 allows \(6\).*cannot decode"):
         trainer.train()
     assert trainer.state.global_step < EPOCH
     assert (tmp_path / "postmortem.json").exists()

@@ -88,7 +88,7 @@ def test_workers_tell_of_their_findings_where_the_file_cannot_be_written(tmp_pat
     (tmp_path / "quarantine.jsonl").mkdir()
     rows = Rows(rows_of(tokenizer, tmp_path), range(0, 64, 3))
     trainer = trainer_on(rows, tmp_path, tokenizer, max_steps=EPOCH, dataloader_num_workers=1)
-    with pytest.raises(UnrecoverableTrainingError, match="max_bad_data_fraction"):
+    with pytest.raises(UnrecoverableTrainingError, match="max_bad_fraction"):
         trainer.train()
 
 

@@ -108,7 +108,7 @@ def test_one_that_is_there_the_second_time_is_no_bad_sample(tmp_path: Path) -> N
 
 
 def test_a_cause_names_five_of_many(tmp_path: Path) -> None:
-    loading = Loading(tmp_path, Rows(400, bad=range(300, 400)), max_bad_data_fraction=1.0)
+    loading = Loading(tmp_path, Rows(400, bad=range(300, 400)), max_bad_fraction=1.0)
     samples = [loading.healer._known.that_raised("loading", ValueError("no"), dataset_index=n) for n in range(7)]  # type: ignore[union-attr]
     loading.healer._report(samples, [])
     assert loading.run.journal.incidents[0].cause.count(";") == 5
@@ -120,7 +120,7 @@ def test_a_cause_names_five_of_many(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("bad", "ends"), [(2, False), (3, True)])
 def test_a_run_with_too_many_of_them_ends(tmp_path: Path, bad: int, ends: bool) -> None:
     # 2 % of 100 samples at least.
-    loading = Loading(tmp_path, Rows(400, bad=range(bad)), max_bad_data_fraction=0.02)
+    loading = Loading(tmp_path, Rows(400, bad=range(bad)), max_bad_fraction=0.02)
     if not ends:
         loading.load(2)
         assert loading.run.actions.applied == []
@@ -147,12 +147,12 @@ def test_twenty_of_them_are_named_where_it_ends(tmp_path: Path, bad: int, more: 
 
 
 def test_in_a_small_data_set_the_fraction_is_of_its_rows(tmp_path: Path) -> None:
-    loading = Loading(tmp_path, Rows(20, bad=[0]), max_bad_data_fraction=0.02)
+    loading = Loading(tmp_path, Rows(20, bad=[0]), max_bad_fraction=0.02)
     with pytest.raises(UnrecoverableTrainingError, match=r"allows \(0\)"):
         loading.load(1)
 
 
 def test_later_in_a_run_the_fraction_is_of_what_was_drawn(tmp_path: Path) -> None:
-    loading = Loading(tmp_path, Rows(400, bad=[200, 201, 202]), max_bad_data_fraction=0.02)
+    loading = Loading(tmp_path, Rows(400, bad=[200, 201, 202]), max_bad_fraction=0.02)
     loading.load(102)
     assert loading.run.actions.applied == []

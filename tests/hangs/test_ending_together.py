@@ -215,7 +215,7 @@ def test_a_job_that_was_stopped_as_a_whole_goes_on(job: Any) -> None:
 @pytest.mark.slow
 def test_what_a_launcher_sends_to_those_that_are_left_is_no_preemption(job: Any) -> None:
     # Told, and not ended: what comes then is the launcher's SIGTERM.
-    two = job(fault="exception", stays=True, config={"hang_action": "notify", "preemption_deadline": 4.0})
+    two = job(fault="exception", stays=True, config={"on_hang": "notify", "preemption_deadline": 4.0})
     two.struck()
     while "this one stays as it is" not in two.log(0):
         time.sleep(0.1)

@@ -137,7 +137,7 @@ def test_a_step_that_compiles_for_a_new_shape_is_no_hang_and_is_told_of_like_the
 def test_on_several_ranks_a_callback_that_computes_is_no_hang_and_one_that_waits_is(
     watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch, of_a_processor: float, told: bool
 ) -> None:
-    watched = watch(hang_action="notify")
+    watched = watch(on_hang="notify")
     monkeypatch.setattr(OtherRanks, "known", True)
     monkeypatch.setattr(watchdog, "processor_seconds", lambda thread: 7.0 + of_a_processor * watched.now)
     with watched.heartbeat.section("log"):
@@ -175,7 +175,7 @@ def test_of_ranks_in_different_collectives_none_is_blamed_and_all_say_the_same(
 def test_it_is_recalled_after_as_long_again_and_then_ever_more_rarely(
     watch: Callable[..., Watched], caplog: pytest.LogCaptureFixture
 ) -> None:
-    watched = watch(hang_action="notify")
+    watched = watch(on_hang="notify")
     watched.hang(100.0)
     # At 10 s it is told of; then 10, 20 and 40 s later.
     assert [int(text.split()[-2]) // 10 for text in reminders(caplog)] == [2, 4, 8]
@@ -207,7 +207,7 @@ def test_the_same_hang_after_a_restart_ends_the_process_only_where_attempts_are_
 
 
 def test_time_in_which_the_whole_process_stood_still_is_no_hang(watch: Callable[..., Watched]) -> None:
-    watched = watch(hang_action="notify")
+    watched = watch(on_hang="notify")
     watched.heartbeat.enter("step")
     watched.wait(1.0)
     watched.now += 1000.0

@@ -505,7 +505,7 @@ def test_where_nothing_is_interrupted_the_hang_is_told_of(tmp_path: Path, tokeni
 
     clean = sft_trainer(tmp_path / "clean", tokenizer)
     clean.train()
-    config = HealingConfig(**QUICK, hang_action="notify" if wrapped else "recover")
+    config = HealingConfig(**QUICK, on_hang="notify" if wrapped else "recover")
     trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SelfHealingCallback(config), Listener()])
     trainer.model.model.norm.register_forward_pre_hook(Once(8, lambda: time.sleep(4)))
     if wrapped:
@@ -522,7 +522,7 @@ def test_switched_off_nothing_watches(tmp_path: Path, tokenizer: Any) -> None:
     seen: list[str] = []
     look = Event("on_step_end", lambda: seen.extend(thread.name for thread in threading.enumerate()))
     trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=2, callbacks=[look])
-    SelfHealingTrainer(trainer, HealingConfig(hang_action="off")).train()
+    SelfHealingTrainer(trainer, HealingConfig(on_hang="off")).train()
     assert seen
     assert "self_healing watchdog" not in seen
 

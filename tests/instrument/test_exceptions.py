@@ -122,9 +122,9 @@ def test_a_lost_connection_in_a_data_worker_costs_no_step(tmp_path: Path, tokeni
 
     trainer.data_collator = collate_or_raise
     if again == "in the worker":
-        output = SelfHealingTrainer(trainer, HealingConfig(retry_initial_seconds=0)).train()
+        output = SelfHealingTrainer(trainer, HealingConfig(api_retry_base_delay=0)).train()
     else:
-        output = heal(trainer, HealingConfig(retry_attempts=1))
+        output = heal(trainer, HealingConfig(api_retry_attempts=1))
     assert raised.exists()
     assert_same_run(trainer, output, clean, expected)
 

@@ -102,9 +102,9 @@ def test_the_trainer_that_axolotl_makes_is_healed(tmp_path: Path, tokenizer: Any
 def test_settings_are_read_from_the_yaml_file(
     tmp_path: Path, tokenizer: Any, manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"self_healing": {"healing_preset": "aggressive", "recovery": {"retry_attempts": 3}}}
+    given = {"self_healing": {"healing_preset": "aggressive", "recovery": {"api_retry_attempts": 3}}}
     trainer = train(tmp_path / "run", tokenizer, manager, given)
-    assert config_of(trainer) == HealingConfig.aggressive(retry_attempts=3)
+    assert config_of(trainer) == HealingConfig.aggressive(api_retry_attempts=3)
 
 
 def test_without_any_the_preset_of_the_environment_is_taken(

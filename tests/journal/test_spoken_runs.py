@@ -73,7 +73,7 @@ def ended_well(step: int) -> str:
 
 
 def healer_of(trainer: Any, **settings: Any) -> SelfHealingTrainer:
-    return SelfHealingTrainer(trainer, HealingConfig(retry_initial_seconds=0.01, **settings))
+    return SelfHealingTrainer(trainer, HealingConfig(api_retry_base_delay=0.01, **settings))
 
 
 INSIDE = "NaN/Inf, spikes, divergence, out of memory, bad samples, failed saves"
@@ -339,8 +339,8 @@ def test_a_run_that_another_callback_ends_before_its_first_step_is_not_spoken_fo
 
 def test_what_is_switched_off_is_named_with_its_setting(tmp_path: Path, tokenizer: Any) -> None:
     trainer = plain_trainer(tmp_path, tokenizer, max_steps=1)
-    begin, _ = said(healer_of(trainer, on_oom="raise", hang_action="off").train)
-    assert "; not out of memory (on_oom='raise'), hangs (hang_action='off'). Journal" in begin
+    begin, _ = said(healer_of(trainer, on_oom="raise", on_hang="off").train)
+    assert "; not out of memory (on_oom='raise'), hangs (on_hang='off'). Journal" in begin
 
 
 def test_both_ways_of_healing_at_once_speak_with_one_voice(tmp_path: Path, tokenizer: Any) -> None:

@@ -71,7 +71,7 @@ def test_the_norm_handed_to_the_optimizer_never_exceeds_the_threshold(
 def test_without_a_spike_the_weights_are_bitwise_those_of_the_plain_trainer(tmp_path: Path, tokenizer: Any) -> None:
     plain = sft_trainer(tmp_path / "plain", tokenizer, **RUN)
     plain.train()
-    config = HealingConfig(zclip_mode="clip", zclip_z=50.0)
+    config = HealingConfig(zclip_mode="clip", zclip_z_threshold=50.0)
     healed = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback(config)], **RUN)
     healed.train()
     assert_same_weights(weights(healed), weights(plain))
@@ -109,7 +109,7 @@ def test_off_keeps_no_statistic(tmp_path: Path, tokenizer: Any) -> None:
 
 def test_the_statistic_survives_a_resume_exactly(tmp_path: Path, tokenizer: Any) -> None:
     arguments = {**RUN, "save_strategy": "steps", "save_steps": 30, "max_grad_norm": 1e6}
-    config = HealingConfig(zclip_mode="clip", zclip_z=0.5)
+    config = HealingConfig(zclip_mode="clip", zclip_z_threshold=0.5)
     whole = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config)], **arguments)
     whole.train()
     resumed = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config)], **arguments)
@@ -119,7 +119,7 @@ def test_the_statistic_survives_a_resume_exactly(tmp_path: Path, tokenizer: Any)
 
 def test_a_step_computed_again_is_clipped_like_any_other(tmp_path: Path, tokenizer: Any) -> None:
     def run(name: str, fault: bool) -> Any:
-        config = HealingConfig(zclip_mode="clip", zclip_z=0.5)
+        config = HealingConfig(zclip_mode="clip", zclip_z_threshold=0.5)
         trainer = sft_trainer(
             tmp_path / name, tokenizer, callbacks=[SelfHealingCallback(config)], max_grad_norm=1e6, **RUN
         )

@@ -395,7 +395,7 @@ def test_an_exception_in_the_wrapper_keeps_the_held_checkpoint(tmp_path: Path, t
                 raise ConnectionError("gone")
 
     trainer.add_callback(Raising())
-    SelfHealingTrainer(trainer, HealingConfig(retry_initial_seconds=0.0)).train()
+    SelfHealingTrainer(trainer, HealingConfig(api_retry_base_delay=0.0)).train()
     assert raised == [42]
     assert checkpoints(tmp_path) == [10, 20, 30, 45, 50, 60]
 

@@ -20,8 +20,8 @@ STEPS = 480
 SEEDS = (0, 1, 2)
 FAULTS = every_fault(slow="1")
 CONFIG = {
-    "retry_initial_seconds": 0.1,
-    "retry_max_seconds": 0.5,
+    "api_retry_base_delay": 0.1,
+    "api_retry_max_delay": 0.5,
     "hang_floor_seconds": 3.0,
     "hang_grace_seconds": 3.0,
     # Sixteen faults in one run, thirty steps from one to the next.

@@ -255,7 +255,7 @@ def test_preference_rows_are_named_by_position(tmp_path: Path, tokenizer: Any, b
 
 
 def test_grpo_names_the_prompt(tmp_path: Path, tokenizer: Any) -> None:
-    config = HealingConfig(max_quarantined_fraction=1.0)
+    config = HealingConfig(max_bad_fraction=1.0)
     trainer = grpo_trainer(tmp_path, tokenizer, max_steps=3, callbacks=[SelfHealingCallback(config)])
     spoiled: list[str] = []
 

@@ -390,7 +390,7 @@ def test_a_signal_cuts_the_wait_between_two_attempts_short(tmp_path: Path, token
     threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
     began = time.monotonic()
     with pytest.raises(SystemExit) as left:
-        SelfHealingTrainer(trainer, HealingConfig(retry_initial_seconds=3000, retry_max_seconds=3000)).train()
+        SelfHealingTrainer(trainer, HealingConfig(api_retry_base_delay=3000, api_retry_max_delay=3000)).train()
     assert left.value.code == 143
     assert time.monotonic() - began < 25
     record = RunRecord.read(tmp_path / "run")

@@ -76,7 +76,7 @@ def down_in(event: str) -> Callable[[Path, Any], Any]:
 
 def ended(trainer: Any, **settings: Any) -> list[Incident]:
     healer = SelfHealingTrainer(
-        trainer, HealingConfig(max_recovery_attempts=3, retry_attempts=2, **settings), sleep=lambda seconds: None
+        trainer, HealingConfig(max_recovery_attempts=3, api_retry_attempts=2, **settings), sleep=lambda seconds: None
     )
     with pytest.raises((UnrecoverableTrainingError, torch.OutOfMemoryError)):
         healer.train()

@@ -260,7 +260,7 @@ def test_with_the_callback_alone_a_reward_is_called_again_as_well(
     clean = rloo_trainer(tmp_path / "clean", tokenizer, max_steps=2)
     clean.train()
     server = serve(TROUBLE)
-    config = HealingConfig(retry_initial_seconds=0.01, retry_max_seconds=0.02)
+    config = HealingConfig(api_retry_base_delay=0.01, api_retry_max_delay=0.02)
     callback = SelfHealingCallback(config)
     trainer = rloo_trainer(tmp_path / "run", tokenizer, callbacks=[callback], max_steps=2)
     plain = trainer.reward_funcs[0]
@@ -315,7 +315,7 @@ def test_a_reward_that_never_works_again_ends_the_run_with_its_own_error(
 ) -> None:
     server = serve(always=503)
     reward = rewards_by(server)["function"]
-    config = HealingConfig(retry_attempts=2, max_recovery_attempts=1)
+    config = HealingConfig(api_retry_attempts=2, max_recovery_attempts=1)
     trainer = grpo_trainer(tmp_path, tokenizer, reward_funcs=reward, max_steps=2)
     before = weights(trainer)
     with pytest.raises(UnrecoverableTrainingError) as caught:
@@ -406,7 +406,7 @@ def test_a_reward_that_stays_not_finite_for_a_completion_is_one_incident(tmp_pat
     calls: list[int] = []
     reward = not_finite(lambda call: calls.append(call) is None, value=torch.inf)
     trainer = grpo_trainer(tmp_path, tokenizer, reward_funcs=reward, max_steps=3)
-    waits = trained(trainer, HealingConfig(retry_attempts=3))
+    waits = trained(trainer, HealingConfig(api_retry_attempts=3))
     # Known to be lasting, it is asked for twice, and not waited for.
     assert len(calls) == 3 + 2 + 2
     assert len([wait for wait in waits if wait > 0]) == 2
@@ -419,7 +419,7 @@ def test_a_reward_that_stays_not_finite_for_a_completion_is_one_incident(tmp_pat
 @pytest.mark.parametrize("wrapped", [True, False], ids=["wrapper", "callback"])
 def test_without_a_single_reward_the_run_stops(wrapped: bool, tmp_path: Path, tokenizer: Any) -> None:
     reward = not_finite(lambda call: call > 1, places=range(8))
-    config = HealingConfig(retry_attempts=2, retry_initial_seconds=0.01)
+    config = HealingConfig(api_retry_attempts=2, api_retry_base_delay=0.01)
     callbacks = None if wrapped else [SelfHealingCallback(config)]
     trainer = grpo_trainer(tmp_path, tokenizer, reward_funcs=reward, callbacks=callbacks)
     with pytest.raises(UnrecoverableTrainingError, match="8 of 8 rewards are NaN or infinite"):

@@ -37,7 +37,7 @@ from .streams import GuardedStream
 
 logger = logging.getLogger("self_healing")
 
-# `max_bad_data_fraction` is of this many samples at least: the first batch of a run says little.
+# `max_bad_fraction` is of this many samples at least: the first batch of a run says little.
 _FEWEST_SAMPLES = 100
 # Bad samples that are named where a run ends.
 _LISTED = 20
@@ -198,7 +198,7 @@ class SampleHealer(Healer):
 
     def _limit(self, loading: TrainingLoader) -> float:
         whole = math.inf if loading.samples is None else loading.samples
-        return self.config.max_bad_data_fraction * min(whole, max(self._drawn, _FEWEST_SAMPLES))
+        return self.config.max_bad_fraction * min(whole, max(self._drawn, _FEWEST_SAMPLES))
 
     def _report(self, new: Sequence[BadSample], retried: Sequence[str]) -> None:
         evidence: dict[str, Any] = {"samples": [asdict(sample) for sample in new]}
@@ -220,8 +220,8 @@ class SampleHealer(Healer):
         listed = "; ".join(f"{describe_name(name)} ({why[:120]})" for name, why in list(bad.items())[:_LISTED])
         more = f"; and {len(bad) - _LISTED} more in {self._quarantine.path}" if len(bad) > _LISTED else ""
         verdict = (
-            f"{len(bad)} samples among {drawn} cannot be used, which is more than max_bad_data_fraction="
-            f"{self.config.max_bad_data_fraction:g} allows ({int(limit)}): {listed}{more}"
+            f"{len(bad)} samples among {drawn} cannot be used, which is more than max_bad_fraction="
+            f"{self.config.max_bad_fraction:g} allows ({int(limit)}): {listed}{more}"
         )
         self._end("too_many_bad_samples", {"bad": len(bad), "limit": limit, "drawn": self._drawn}, verdict, None)
 

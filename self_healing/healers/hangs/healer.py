@@ -91,7 +91,7 @@ class HangWatch(Healer):
         Begins to listen to the other ranks; the wrapper does so before it enters `train()`, where one of them may fail
         before it has come to `on_train_begin`.
         """
-        if self._run.config.hang_action != "off":
+        if self._run.config.on_hang != "off":
             self._joint_exit.begin()
             self._run.ranks.watch(self._position, self._joint_exit.failed)
 
@@ -255,7 +255,7 @@ class JointExit:
         try:
             if not self._stays(failure):
                 return
-            if self._run.config.hang_action != "recover":
+            if self._run.config.on_hang != "recover":
                 within(_WRITING, lambda: self._write_down(failure, None))
                 return
             with self._lock:
@@ -324,7 +324,7 @@ class JointExit:
             logger.warning("The stacks could not be written to %s: %s.", path, error)
         why = f"{failure}; this rank {here}"
         if code is None:
-            logger.error("Another rank has failed, and this one stays as it is (hang_action). %s", found["diagnosis"])
+            logger.error("Another rank has failed, and this one stays as it is (on_hang). %s", found["diagnosis"])
             journal.closed(incident, "reported")
             journal.dealt_with(incident)
             return

@@ -188,7 +188,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Called in the training thread when `train()` begins."""
-        if self._config.hang_action == "off" or self._thread is not None:
+        if self._config.on_hang == "off" or self._thread is not None:
             return
         heartbeat = self._heartbeat
         self._training_thread, self._native_thread = threading.get_ident(), threading.get_native_id()
@@ -443,7 +443,7 @@ class Watchdog:
     def _may_interrupt(self, alarm: _Alarm) -> bool:
         if self._is_only_told(alarm):
             return False
-        recover = self._config.hang_action == "recover" and self._signal is not None and self._may_recover()
+        recover = self._config.on_hang == "recover" and self._signal is not None and self._may_recover()
         return recover and self._heartbeat.may_be_interrupted
 
     def _may_exit(self, alarm: _Alarm) -> bool:
@@ -452,7 +452,7 @@ class Watchdog:
         if self._exits.has_left(self._step(), alarm.section) and not self._counts_attempts():
             # The process before this one was ended here already, and the next ones would be as well.
             return False
-        return self._config.hang_action == "recover" and restarts_on_exit(self._config)
+        return self._config.on_hang == "recover" and restarts_on_exit(self._config)
 
     def _is_only_told(self, alarm: _Alarm) -> bool:
         """

@@ -151,7 +151,7 @@ class StepClipping:
     def reset(self) -> None:
         """Forgets what norm was usual: that of other parameters."""
         config = self.config
-        self._zclip = ZClip(config.zclip_z, config.zclip_decay, config.zclip_warmup_steps)
+        self._zclip = ZClip(config.zclip_z_threshold, config.zclip_ema_decay, config.zclip_warmup_steps)
 
     def apply(self, window: Window, signals: StepSignals, ceiling: float, may_clip: bool = True) -> None:
         """Takes in a step that is about to be applied, and clips its gradient in mode `"clip"`."""

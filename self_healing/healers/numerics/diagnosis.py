@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 # Rows from elsewhere in the data that are tried where no earlier batch can be compared with. If none of so many is
 # finite, it is not a few bad rows.
 _CONTROL_ROWS = 16
+# Where more than this share of a step's rows is non-finite, other rows tell whether the model is.
+_MOST_POISON = 0.5
 # By the place where a computation fails that no update can be to blame for.
 _BEHIND_THE_PLACE = {
     "inputs": Cause.DATA,
@@ -98,7 +100,7 @@ def _poison_rows(
         return _numerical("no row is non-finite by itself")
     if not votes.all_ranks("has a healthy batch", healthy_inputs is not None, device):
         healthy_inputs = None
-    if count > config.max_poison_fraction * total:
+    if count > _MOST_POISON * total:
         # Many bad rows look the same as a model that overflows on most of them. Rows that are fine tell.
         controls = experiments.rows_elsewhere(_CONTROL_ROWS) if healthy_inputs is None else [healthy_inputs]
         tried = round(votes.smallest("controls", len(controls), device))

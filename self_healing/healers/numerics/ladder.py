@@ -116,10 +116,10 @@ class StepPolicy:
             )
         gone = sum(count for _, _, count in self.recent)
         per_step = max((count for _, count, _ in self.recent), default=0)
-        if gone > max(config.max_quarantined_fraction * per_step * config.skip_window, per_step):
+        if gone > max(config.max_bad_fraction * per_step * config.skip_window, per_step):
             return (
                 f"{gone} rows of the last {config.skip_window} steps were dropped "
-                f"(max_quarantined_fraction={config.max_quarantined_fraction})"
+                f"(max_bad_fraction={config.max_bad_fraction})"
             )
         return None
 

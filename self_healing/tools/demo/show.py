@@ -74,7 +74,7 @@ def run_demo(
     for fault in task.faults:
         console.print(f"  after step {fault.at}: {FAULTS[fault.kind]}")
     # The default first wait is up to 5 seconds: right for a server, long for an audience.
-    config = config or HealingConfig(retry_initial_seconds=1.0)
+    config = config or HealingConfig(api_retry_base_delay=1.0)
     runs = {title: Episode(task, console) for title in ([PLAIN, HEALED, TWIN] if healing else [PLAIN])}
     for title, run in runs.items():
         console.print(f"\n[bold]{title}[/]")

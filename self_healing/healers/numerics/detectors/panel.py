@@ -93,7 +93,7 @@ class DetectorPanel:
         self.co_spike = CoSpikeDetector()
         self.gradient_spike = GradientSpikeDetector(
             config.gradient_spike_z if "gradient_spike" in self.apply else math.inf,
-            config.gradient_explosion if "gradient_explosion" in self.apply else 0.0,
+            config.grad_explosion_threshold if "gradient_explosion" in self.apply else 0.0,
         )
         self.divergence = DivergenceDetector(
             slack=config.divergence_slack,
