@@ -44,7 +44,7 @@ from rich.console import Console
 from rich.table import Table
 
 import self_healing
-from self_healing import HealingConfig, StepSignals
+from self_healing import StepSignals
 from self_healing.healers.numerics.detectors.panel import DetectorPanel
 from self_healing.healers.numerics.detectors.spikes import NonFiniteDetector
 from self_healing.hf.objective import objective_named
@@ -244,15 +244,11 @@ class Ours:
     ) -> None:
         self.wanted = wanted
         self.tried_out = tried_out
-        default = HealingConfig()
-        config = replace(
-            default,
-            loss_spike_z=default.loss_spike_z * factor,
-            gradient_spike_z=default.gradient_spike_z * factor,
-            divergence_limit=default.divergence_limit * factor,
-            plateau_window=0,
-        )
-        self.panel = DetectorPanel(config, apply, vocabulary=32_000)
+        self.panel = DetectorPanel(apply=set(apply) - {"plateau"}, vocabulary=32_000)
+        self.panel.loss_spike.threshold *= factor
+        self.panel.gradient_spike.threshold *= factor
+        self.panel.gradient_trend.reject_above *= factor
+        self.panel.divergence.limit *= factor
         self.panel.co_spike.threshold *= factor
         self.nonfinite = NonFiniteDetector()
         self.rises = 0

@@ -46,6 +46,8 @@ from transformers import (
 
 import self_healing
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing.healers.hangs import watchdog
+from self_healing.hf import sections
 from self_healing.rollback.host_memory import copies_of
 
 
@@ -973,9 +975,8 @@ class Block(TrainerCallback):
 
 def blocked_job(setting: Setting) -> None:
     """One of two ranks of a run; on a GPU both have the same one, which NCCL refuses and gloo does not."""
-    config = HealingConfig(
-        hang_floor_seconds=2.0, hang_grace_seconds=1.0, hang_learning_steps=2, launcher_restarts="yes"
-    )
+    watchdog.GRACE_SECONDS, sections.LEARNING_STEPS = 1.0, 2
+    config = HealingConfig(hang_floor_seconds=2.0, launcher_restarts="yes")
     trainer = trainer_of(
         setting,
         "run",

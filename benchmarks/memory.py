@@ -63,6 +63,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 
 import self_healing
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing.healers.oom import sizes
 from self_healing.tools.demo.model import DemoSize, small_llama, stdlib_docstrings, train_tokenizer
 
 
@@ -192,7 +193,8 @@ class Cost:
         """A short run on such a device: what it writes down about sizes, and what finding that out has cost."""
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
-            run = Run(HealingConfig(oom_probe_steps=1), self.options.rows, at_a_time=at_a_time)
+            sizes.PROBE_STEPS = 1
+            run = Run(HealingConfig(), self.options.rows, at_a_time=at_a_time)
             trainer, small = self.trainer(run, directory, steps=12)
             trainer.train()
             self.known_sizes[at_a_time] = (directory / "healing_sizes.json").read_text()
@@ -291,8 +293,9 @@ def cost(options: argparse.Namespace) -> dict[str, Any]:
         at_a_time = rows // pieces
         bench.learn(at_a_time)
         # Known from the start, and never tried larger: all steps that are timed are split alike.
-        divided[f"split in {pieces}"] = Run(HealingConfig(oom_probe_steps=NEVER), rows, at_a_time=at_a_time)
+        divided[f"split in {pieces}"] = Run(HealingConfig(), rows, at_a_time=at_a_time)
         divided[f"by hand in {pieces}"] = Run(HealingConfig(), at_a_time, pieces)
+    sizes.PROBE_STEPS = NEVER
     first, second = [], []
     # Both rounds over the whole time: what the machine does changes by the minute.
     for number in range(max(options.laps, options.split_laps)):
@@ -387,7 +390,7 @@ class Job:
         simulate_rows (`int`, *optional*):
             Rows of full length above which calls fail, in place of a limit.
         probe_steps (`int`):
-            `oom_probe_steps`.
+            Steps after which a size that did not fit is tried again.
         generations (`int`):
             `num_generations` of GRPO.
     """
@@ -604,7 +607,8 @@ def run(job: Job) -> dict[str, Any]:
     gauge = Gauge(trainer.model, trainer.accelerator.device)
     runner = trainer
     if job.variant == "ours":
-        runner = SelfHealingTrainer(trainer, HealingConfig(oom_probe_steps=job.probe_steps))
+        sizes.PROBE_STEPS = job.probe_steps
+        runner = SelfHealingTrainer(trainer, HealingConfig())
     trainer.add_callback(gauge)
     began = time.perf_counter()
     try:
@@ -988,7 +992,10 @@ def parser() -> argparse.ArgumentParser:
     cuda.add_argument("--vocabulary", type=int, help="tokens of the tokenizer")
     cuda.add_argument("--generations", type=int, default=4, help="num_generations of GRPO")
     cuda.add_argument(
-        "--probe-steps", type=int, default=10, help="oom_probe_steps (the library's default is for longer runs)"
+        "--probe-steps",
+        type=int,
+        default=10,
+        help="until a size that failed is tried again",
     )
     cuda.add_argument("--output", type=Path, help="JSON file; by default results/memory_cuda.json")
 

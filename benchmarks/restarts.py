@@ -41,6 +41,7 @@ from transformers.trainer_callback import PrinterCallback
 import self_healing
 from self_healing import HealingConfig, SelfHealingTrainer
 from self_healing.checkpoints.vetting import vet
+from self_healing.healers.restarts import ending
 from self_healing.healers.restarts.shared_memory import open_in_memory, steps_in_memory
 from self_healing.hf.state import live_state_of
 from self_healing.rollback.shared_memory import directory_of, remove_states
@@ -185,7 +186,9 @@ class Job:
             clock.passed("begun")
             raise Begun
 
-        config = HealingConfig(snapshot_interval=2, snapshot_verify_steps=2, resume_from_memory=memory)
+        if not memory:
+            ending.ROOT = Path("/nowhere")
+        config = HealingConfig(snapshot_interval=2, snapshot_verify_steps=2)
         healer = SelfHealingTrainer(trainer, config)
         trainer.add_callback(FirstStep(begun))
         clock.restart()

@@ -30,6 +30,7 @@ from self_healing.hf.trainer_state import ResumeRecord
 from self_healing.rollback.host_memory import size_of
 from self_healing.rollback.ring import SnapshotRing
 from self_healing.rollback.shared_memory import SharedStates, remove_states
+from self_healing.rollback.snapshots import OVERHEAD_BUDGET
 from self_healing.system.random_state import RandomState
 
 
@@ -155,7 +156,7 @@ def measure(size: str, rounds: int, sequence: int, directory: str) -> dict[str, 
         remove_states(directory)
     step = statistics.median(clock.step_seconds)
     seconds = {name: statistics.median(values) for name, values in clock.seconds.items()}
-    budget = HealingConfig().snapshot_overhead_budget
+    budget = OVERHEAD_BUDGET
     return {
         "model": size,
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),

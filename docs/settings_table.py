@@ -16,19 +16,6 @@ from self_healing.config.schema import SECTIONS, Setting
 
 PAGE = Path(__file__).parent / "configuration.md"
 BEGIN, END = "<!-- settings: begin -->", "<!-- settings: end -->"
-TITLES = {
-    "preset": "Where the other settings start",
-    "nonfinite": "A step whose loss or gradient norm is not finite",
-    "detection": "Steps that are finite, but wrong",
-    "clipping": "Adaptive gradient clipping",
-    "rollback": "Rolling back to a trusted state, and the learning rate afterwards",
-    "memory": "Out of memory",
-    "data": "Samples that cannot be loaded or collated",
-    "recovery": "How often a run is recovered, and exceptions that end `train()`",
-    "hangs": "Training that hangs",
-    "restarts": "Processes that are killed or preempted",
-    "journal": "What is written to disk, and where",
-}
 
 
 def settings_table() -> str:
@@ -36,9 +23,9 @@ def settings_table() -> str:
     hints = get_type_hints(HealingConfig, include_extras=True)
     presets = [HealingConfig(), HealingConfig.aggressive(), HealingConfig.conservative()]
     parts = []
-    for section in SECTIONS:
+    for section, title in SECTIONS.items():
         lines = [
-            f"### `[{section}]`: {TITLES[section]}",
+            f"### `[{section}]`: {title}",
             "",
             "| setting | allowed | default | aggressive | conservative | what it does |",
             "|---|---|---|---|---|---|",

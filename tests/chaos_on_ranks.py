@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from conftest import VOTES, build_tokenizer, every_fault, sft_trainer
+from constants import settings_among
 from two_sharded_processes import sharded_on_the_cpu, whole
 
 from self_healing import HealingConfig, SelfHealingTrainer
@@ -38,8 +39,8 @@ CONFIG = {
     "api_retry_max_delay": 0.05,
     # No step of this model takes as long, however busy the machine is.
     "hang_floor_seconds": 12.0,
-    "hang_grace_seconds": 2.0,
-    "budget_refund_steps": 5,
+    "GRACE_SECONDS": 2.0,
+    "REFUND_STEPS": 5,
     "snapshot_interval": 5,
 }
 # A deadlock is a failure after this time; more than any launch needs.
@@ -73,7 +74,7 @@ def train(directory: Path, rank: int, options: dict[str, Any]) -> dict[str, Any]
     if "faults" in options:
         chaos = Chaos(options["faults"], seed=options["seed"], ledger=directory / "chaos.jsonl")
         chaos.attach(trainer)
-    SelfHealingTrainer(trainer, HealingConfig.aggressive(**CONFIG)).train()
+    SelfHealingTrainer(trainer, HealingConfig.aggressive(**settings_among(CONFIG))).train()
     content = hashlib.sha256()
     finite = True
     for value in trainer.model.state_dict().values():

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from conftest import build_tokenizer, leave_together, sft_trainer
+from constants import settings_among
 from transformers import TrainerCallback, set_seed
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
@@ -165,7 +166,7 @@ def main(directory: Path, options: dict[str, Any]) -> None:
     if fault in APART:
         take_another_way(trainer, fault, lambda: trainer.state.global_step == at and (rank == on or on is None))
     trainer.model.register_forward_pre_hook(strike, with_kwargs=True)
-    config = HealingConfig(**options.get("config", {}))
+    config = HealingConfig(**settings_among(options.get("config", {})))
     result: dict[str, Any] = {}
     try:
         if options.get("callback_alone"):

@@ -74,13 +74,11 @@ class MadeUpRun:
     """
 
     def __init__(self, directory: Path, **settings: Any) -> None:
-        self.config = HealingConfig(**{"save_offending_batch": False, **settings})
+        self.config = HealingConfig(**{"quarantine_text": False, **settings})
         self.directory = directory
         self.journal = Journal(directory, self.config, "made-up")
         self.budget = RecoveryBudget(self.config)
-        self.outcomes = Outcomes(
-            self.journal, self.config.outcome_steps, lambda: self.numerics.detector.trend(), lambda: math.inf
-        )
+        self.outcomes = Outcomes(self.journal, lambda: self.numerics.detector.trend(), lambda: math.inf)
         self.numerics = NumericsState(self.config, self.journal, self.budget, self.outcomes)
         self.numerics.panel = DetectorPanel(self.config)
         self.rollback = MadeUpRollback()

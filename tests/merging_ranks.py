@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from conftest import POISON_WORD, TEXTS, PoisonToken, build_tokenizer, leave_together, plain_trainer, sft_trainer
+from constants import settings_among
 from short_of_memory import Short
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, set_seed
@@ -66,7 +67,9 @@ def main(directory: Path, strategy: str) -> None:
     common = {"ddp_backend": "gloo", "num_train_epochs": 3, "max_steps": -1, "gradient_accumulation_steps": 1}
 
     def train(name: str, trainer: Any, epochs: Epochs, **extra: Any) -> None:
-        SelfHealingTrainer(trainer, HealingConfig(oom_probe_steps=1000, max_bad_fraction=0.5)).train()
+        SelfHealingTrainer(
+            trainer, HealingConfig(**settings_among({"PROBE_STEPS": 1000, "max_bad_fraction": 0.5}))
+        ).train()
         torch.distributed.barrier()
         sharded = any(isinstance(each, DTensor) for each in trainer.model.parameters())
         results[name] = {

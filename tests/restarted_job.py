@@ -29,6 +29,7 @@ from conftest import (
     tiny_model,
     without_times,
 )
+from constants import only_on_disk, settings_among
 from datasets import Dataset
 from lost_device import LostDevice
 from transformers import TrainerCallback
@@ -284,12 +285,14 @@ def main(output_dir: Path, options: dict[str, Any]) -> None:
     if spoil and once.file.exists() and Once(Path(f"{once.file}.spoiled"))():
         spoil_newest(output_dir, spoil)
     if options.get("callback_alone"):
-        trainer.add_callback(SelfHealingCallback(HealingConfig(**options.get("config", {}))))
+        trainer.add_callback(SelfHealingCallback(HealingConfig(**settings_among(options.get("config", {})))))
         trainer.train()
         return
     # What is asked here is mostly what becomes of checkpoints on disk.
-    settings = {"api_retry_base_delay": 0.0, "resume_from_memory": False, **options.get("config", {})}
-    healer = SelfHealingTrainer(trainer, HealingConfig(**settings))
+    if not options.get("in_memory"):
+        only_on_disk()
+    settings = {"api_retry_base_delay": 0.0, **options.get("config", {})}
+    healer = SelfHealingTrainer(trainer, HealingConfig(**settings_among(settings)))
     healer.train(resume_from_checkpoint=options.get("resume"))
     result = {
         "weights": digest(trainer.model),
@@ -328,7 +331,7 @@ def long_run(output_dir: Path, options: dict[str, Any]) -> None:
         # Outside of the run directory, as its ledger of what it did has to be.
         ledger = output_dir.parent / f"{output_dir.name}.chaos.jsonl"
         trainer.add_callback(Chaos(options["faults"], seed=seed, ledger=ledger))
-    healer = SelfHealingTrainer(trainer, HealingConfig.aggressive(**options.get("config", {})))
+    healer = SelfHealingTrainer(trainer, HealingConfig.aggressive(**settings_among(options.get("config", {}))))
     healer.train()
     result = {
         "steps": trainer.state.global_step,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from conftest import adapter_trainer, build_tokenizer, losses, sft_trainer
+from constants import settings_among
 from forked_pairs import run_pair
 from transformers import set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -102,8 +103,7 @@ def job(
         snapshot_verify_steps=1,
         launcher_restarts="yes",
         hang_floor_seconds=5.0,
-        hang_grace_seconds=1.0,
-        hang_learning_steps=1,
+        **settings_among({"GRACE_SECONDS": 1.0, "LEARNING_STEPS": 1}),
     )
     SelfHealingTrainer(trainer, config).train()
     plain = trained(directory / "plain")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from conftest import TEXTS, build_tokenizer, grpo_trainer, losses, sft_trainer, tiny_model
+from constants import settings_among
 from datasets import Dataset
 from ending_together import hold_connections, strike_rank
 from forked_pairs import run_pair
@@ -161,7 +162,7 @@ class Kind:
     make: Make = sft_trainer
     strategy: str = "ddp"
     arguments: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=lambda: {"oom_probe_steps": 3})
+    settings: dict[str, Any] = field(default_factory=lambda: {"PROBE_STEPS": 3})
     starts: int = 2
 
 
@@ -226,7 +227,7 @@ def job(directory: Path, rank: int, name: str) -> dict[str, Any]:
     model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[0]), with_kwargs=True
     )
-    SelfHealingTrainer(trainer, HealingConfig(**kind.settings)).train()
+    SelfHealingTrainer(trainer, HealingConfig(**settings_among(kind.settings))).train()
     weights = {each: whole(value) for each, value in trainer.model.state_dict().items()}
     return {
         "weights": digest_of(weights),

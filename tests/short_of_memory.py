@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from conftest import TEXTS, build_tokenizer, dpo_trainer, grpo_trainer, leave_together, losses, sft_trainer
+from constants import settings_among
 from datasets import Dataset
 from torch.profiler import ProfilerActivity, profile
 from transformers import set_seed
 
-from self_healing import HealingConfig, SelfHealingTrainer
+from self_healing import SelfHealingTrainer
 
 
 # Rows that fit on the rank that is short of memory, and the step from which it is.
@@ -117,7 +118,7 @@ def main(directory: Path, *wanted: str) -> None:
         if counted:
             count_forwards(trainer.model)
         short = Short(trainer, where, fit, times) if where is not None and rank == 1 else None
-        trained: Any = SelfHealingTrainer(trainer, HealingConfig(oom_probe_steps=2)) if healed else trainer
+        trained: Any = SelfHealingTrainer(trainer, settings_among({"PROBE_STEPS": 2})) if healed else trainer
         with profile(activities=[ProfilerActivity.CPU]) if record else torch.enable_grad() as profiled:
             trained.train()
         own = directory / name / ("healing_events.jsonl" if rank == 0 else f"healing_events.rank{rank}.jsonl")

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from accelerate.utils import DDPCommunicationHookType
 from conftest import build_tokenizer, leave_together, losses, sft_trainer, tiny_model
+from constants import settings_among
 from short_of_memory import Short
 from transformers import set_seed
 from trl import SFTTrainer
 
-from self_healing import HealingConfig, SelfHealingTrainer
+from self_healing import SelfHealingTrainer
 
 
 Setting = Callable[[Any], None]
@@ -122,7 +123,7 @@ def main(directory: Path, *wanted: str) -> None:
             with_kwargs=True,
         )
         struck = strike(trainer)
-        trained: Any = SelfHealingTrainer(trainer, HealingConfig(oom_probe_steps=2)) if healed else trainer
+        trained: Any = SelfHealingTrainer(trainer, settings_among({"PROBE_STEPS": 2})) if healed else trainer
         trained.train()
         own = directory / name / ("healing_events.jsonl" if rank == 0 else f"healing_events.rank{rank}.jsonl")
         events = [json.loads(line) for line in own.read_text().splitlines()] if healed else []

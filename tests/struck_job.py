@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 from conftest import TEXTS, build_tokenizer, count_of_the, grpo_trainer, losses, sft_trainer
+from constants import only_on_disk, settings_among
 from datasets import Dataset
 from ending_together import hold_connections, strike_rank
 from forked_pairs import run_pair
@@ -37,7 +38,7 @@ STEPS = 12
 # Of a micro-batch, and what one rank has memory for.
 ROWS, ROWS_THAT_FIT = 6, 4
 # A hang is noticed after a few seconds; sizes that failed are tried again after a few steps.
-SETTINGS = {"hang_floor_seconds": 5.0, "hang_grace_seconds": 1.0, "hang_learning_steps": 1, "oom_probe_steps": 2}
+SETTINGS = {"hang_floor_seconds": 5.0, "GRACE_SECONDS": 1.0, "LEARNING_STEPS": 1, "PROBE_STEPS": 2}
 # What happens in a call of the model, where it is called something else.
 AS_STRIKES = {"model": "exception", "oom_once": "oom", "sigkill": "kill", "sigstop": "stop"}
 # How long one rank may outlive the other, and how long both may take.
@@ -247,9 +248,9 @@ def job(directory: Path, rank: int, strategy: str, fault: str | None, on: int, s
         short_of_memory(trainer, strike)
     elif struck_now and start == 0 and fault not in (None, "reward"):
         put_in(trainer, strategy, fault, strike)
-    # As where a machine is lost together with its memory.
-    on_disk = {"resume_from_memory": False} if fault == "sigkill_while_saving" else {}
-    SelfHealingTrainer(trainer, HealingConfig(**SETTINGS, **on_disk)).train()
+    if fault == "sigkill_while_saving":
+        only_on_disk()
+    SelfHealingTrainer(trainer, HealingConfig(**settings_among(SETTINGS))).train()
     weights = whole_weights(trainer)
     return {
         "trained_as": trained_as(trainer),

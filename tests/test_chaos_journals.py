@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import build_tokenizer, every_fault, sft_trainer
+from constants import only_on_disk, settings_among
 
 from self_healing import HealingConfig, SelfHealingTrainer
 from self_healing.run import record
@@ -39,10 +40,9 @@ CONFIG = {
     "api_retry_max_delay": 0.05,
     # No step of this model takes as long, however busy the machine is.
     "hang_floor_seconds": 12.0,
-    "budget_refund_steps": 10,
+    "REFUND_STEPS": 10,
     # Else it follows from how long a step and a copy take.
     "snapshot_interval": 5,
-    "resume_from_memory": False,
 }
 
 
@@ -67,7 +67,8 @@ def train(directory: Path, seed: int) -> None:
         save_total_limit=3,
         callbacks=[Chaos(FAULTS, seed=seed, ledger=directory / "chaos.jsonl")],
     )
-    SelfHealingTrainer(trainer, HealingConfig.aggressive(**CONFIG), sleep=lambda _: None).train()
+    only_on_disk()
+    SelfHealingTrainer(trainer, HealingConfig.aggressive(**settings_among(CONFIG)), sleep=lambda _: None).train()
 
 
 def start(directory: Path, seed: int, restarts: int) -> int:

@@ -75,7 +75,6 @@ def test_three_faults_are_healed_and_shown(show: Show, tmp_path: Path, capfd: py
         ({"on_nonfinite": "skip"}, "2 steps lost"),
         ({"on_nonfinite": "skip"}, "the weights differ from the fault-free twin's from step 4 on, and should be"),
         ({"on_nonfinite": "warn"}, "the held-out loss, nan, is more than 2 % off the twin's"),
-        ({"drop_poison_rows": False}, "1 step lost"),
         ({"max_recovery_attempts": 0}, "the run ended with UnrecoverableTrainingError at step 9"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

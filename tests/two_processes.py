@@ -32,6 +32,7 @@ from conftest import (
     losses,
     sft_trainer,
 )
+from constants import settings_among
 from torch.distributed import DistBackendError, DistNetworkError
 from transformers import TrainerCallback, set_seed
 from trl import SFTTrainer
@@ -511,7 +512,8 @@ def short_of_memory(directory: Path) -> None:
     # The last gradient of all.
     trainer.model.get_input_embeddings().register_forward_hook(look)
     # Larger sizes are tried soon, and none that ends the job once more.
-    SelfHealingTrainer(trainer, HealingConfig(oom_probe_steps=2)).train(resume_from_checkpoint="auto")
+    settings_among({"PROBE_STEPS": 2})
+    SelfHealingTrainer(trainer).train(resume_from_checkpoint="auto")
     result: dict[str, Any] = {"fired": fired, "weights": digest(trainer), "losses": losses(trainer)}
     result["sum"] = sum(float(value.double().abs().sum()) for value in trainer.model.state_dict().values())
     (directory / f"results.{rank}.json").write_text(json.dumps(result))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
 import numbers
 import os
 import reprlib
 import sys
+import textwrap
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -32,6 +32,7 @@ class Declared:
     kind: Any  # a type or a `Literal`
     setting: Setting
     default: Any
+    meaning: str
 
     def __str__(self) -> str:
         return f"`{self.name}` in [{self.setting.section}]"
@@ -83,8 +84,25 @@ def schema_of(config: type[Any]) -> Schema:
     for f in fields(config):
         kind, setting = get_args(hints[f.name])
         default = f.default.value if isinstance(f.default, LeftOut) else f.default
-        schema[f.name] = Declared(f.name, kind, setting, default)
+        schema[f.name] = Declared(f.name, kind, setting, default, f.metadata["help"])
     return schema
+
+
+def arguments(schema: Schema) -> str:
+    """Writes the settings as the `Args` of a docstring."""
+    lines = ["    Args:"]
+    for section, title in SECTIONS.items():
+        lines.append(f"        > Section `{section}`: {title[0].lower()}{title[1:]}\n")
+        for name in names_in(schema, section):
+            declared = schema[name]
+            kind = declared.kind.__name__ if declared.kind in (bool, int, float) else "str"
+            shown = f'"{declared.default}"' if isinstance(declared.default, str) else declared.default
+            default = "" if declared.default is None else f", defaults to `{shown}`"
+            bounds = f" {str(declared.setting).capitalize()}." if str(declared.setting) else ""
+            lines.append(f"        {name} (`{kind}`, *optional*{default}):")
+            lines.append(textwrap.indent(textwrap.fill(declared.meaning + bounds, 107), " " * 12))
+        lines[-1] += "\n"
+    return "\n".join(lines).rstrip()
 
 
 def names_in(schema: Schema, section: str) -> list[str]:
@@ -100,19 +118,19 @@ def _names_a_path(text: str) -> bool:
 # ---- setting: the annotation of a setting: the section it stands in, and the numbers it takes ----
 
 
-SECTIONS = (
-    "preset",
-    "nonfinite",
-    "detection",
-    "clipping",
-    "rollback",
-    "memory",
-    "data",
-    "recovery",
-    "hangs",
-    "restarts",
-    "journal",
-)
+SECTIONS = {
+    "preset": "Where the other settings start",
+    "nonfinite": "A step whose loss or gradient norm is not finite",
+    "detection": "Steps that are finite, but wrong",
+    "clipping": "Adaptive gradient clipping",
+    "rollback": "Rolling back to a trusted state, and the learning rate afterwards",
+    "memory": "Out of memory",
+    "data": "Rows and samples that cannot be used",
+    "recovery": "How often a run is recovered, and exceptions that end `train()`",
+    "hangs": "Training that hangs",
+    "restarts": "Processes that are killed or preempted",
+    "journal": "What is written to disk, and where",
+}
 
 
 class ConfigurationError(ValueError):
@@ -256,19 +274,6 @@ class LeftOut:
 
     def __str__(self) -> str:
         return str(self.value)
-
-
-class Switch(argparse.Action):
-    """`--name` and `--no_name`, for a setting that is on by default and that presets change."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, not values if (option_string or "").startswith("--no") else values)
 
 
 # ---- toml: tOML files: read with errors that name the line, and values written as TOML has them ----

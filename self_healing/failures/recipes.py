@@ -46,7 +46,6 @@ class FailureType(StrEnum):
     LEARNING_RATE = "learning_rate"
     SLOW_RISE = "slow_rise"
     NOT_TRAINED = "not_trained"
-    PLATEAU = "plateau"
     VANISHING_GRADIENT = "vanishing_gradient"
     DEAD_LOSS = "dead_loss"
     NEVER_LEARNED = "never_learned"
@@ -78,7 +77,6 @@ class Action(StrEnum):
     ROLL_BACK = "roll_back"
     REPLAY_STEPS = "replay_steps"
     REDUCE_LEARNING_RATE = "reduce_learning_rate"
-    INCREASE_LEARNING_RATE = "increase_learning_rate"
     RESET_MOMENTS = "reset_moments"
     CHECK_DATA_QUALITY = "check_data_quality"
     CHECK_MODEL_INIT = "check_model_init"
@@ -375,13 +373,6 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         "it before you start the run again.",
         severity="error",
     ),
-    FailureType.PLATEAU: Recipe(
-        diagnosis="The loss has not fallen for a long time.",
-        ladder=(Action.INCREASE_LEARNING_RATE,),
-        advice="The run may be finished; a higher learning rate (lr_increase_factor), more data or a larger model may "
-        "still bring it down.",
-        severity="info",
-    ),
     FailureType.VANISHING_GRADIENT: Recipe(
         diagnosis="The gradient norm has been practically zero for many steps: nothing is learned.",
         ladder=(Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY),
@@ -396,7 +387,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         ladder=(Action.CHECK_DATA_QUALITY, Action.STOP),
         advice="Look at one batch: are all labels -100 (a chat template without generation markers, "
         "completion_only_loss on data without completions, a response template that is never found, prompts longer "
-        "than max_length)? Set on_dead_loss='warn' if 0.0 is right for your loss.",
+        "than max_length)? Set on_red_flag='warn' if 0.0 is right for your loss.",
         severity="error",
     ),
     FailureType.NEVER_LEARNED: Recipe(
@@ -438,8 +429,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         ),
         advice="(1) Shorten max_length (or max_completion_length), which decides what a single row costs. (2) Shrink "
         "what is always in memory: LoRA, weights in bf16, an 8-bit or paged optimizer, sharding over more devices. "
-        "(3) Look for other processes on the device, and for tensors kept by mistake (nvidia-smi, "
-        "oom_memory_snapshot=True).",
+        "(3) Look for other processes on the device, and for tensors kept by mistake (nvidia-smi).",
         severity="warning",
         references=("https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management",),
     ),

@@ -23,6 +23,9 @@ T = TypeVar("T")
 
 # Of its own: the run has seeded `random`, and every job with that seed would come back at the same moment.
 _JITTER = random.SystemRandom()
+# Seconds that a call may take with all its attempts and waits, or so many of its longest waits if that is more.
+LONGEST_CALL = 900.0
+_LONGEST_WAITS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ class RetryPolicy:
             attempts=config.api_retry_attempts,
             initial_seconds=config.api_retry_base_delay,
             max_seconds=config.api_retry_max_delay,
-            total_seconds=config.retry_total_seconds,
+            total_seconds=max(LONGEST_CALL, _LONGEST_WAITS * config.api_retry_max_delay),
             sleep=sleep,
         )
 

@@ -167,10 +167,10 @@ def assemble(
     device: torch.device = HOST,
 ) -> Run:
     """Builds a run, with all the remedies it may need."""
-    heartbeat = Heartbeat(config.hang_learning_steps)
+    heartbeat = Heartbeat()
     run_id = run_id or votes.from_first_rank("name of the run", new_run_id, device)
     journal = Journal(directory, config, run_id, rank)
-    outcomes = Outcomes(journal, config.outcome_steps, lambda: numerics.detector.trend(), lambda: numerics.early_limit)
+    outcomes = Outcomes(journal, lambda: numerics.detector.trend(), lambda: numerics.early_limit)
     context = RunContext(
         config=config,
         directory=directory,
@@ -191,7 +191,7 @@ def assemble(
     )
     numerics = NumericsState(config, journal, context.budget, outcomes, lambda: context.step)
     rollback = Rollback(config, journal, numerics.remember, numerics.recall)
-    memory = MemoryState(KnownSizes(config.oom_probe_steps))
+    memory = MemoryState(KnownSizes())
     quarantine = Quarantine(directory, config.quarantine_text)
     quarantine.tell = partial(context.news.tell, "quarantine")
     context.news.on("quarantine", quarantine.take_in)

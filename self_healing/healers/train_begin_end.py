@@ -31,7 +31,7 @@ from ..report.output import ClosingReport
 from ..report.verdict import movement_of
 from ..run.healer import Healer, Healers
 from ..run.record import new_run_id
-from ..run.run import RunContext
+from ..run.run import REFUND_STEPS, RunContext
 from ..run.status import RunState
 from ..system import processes
 from ..system.files import PINNED_DIR, remove_leftovers
@@ -40,6 +40,7 @@ from .assembly import Run
 from .data.healer import SampleHealer
 from .numerics.detectors.rules import MetricRule
 from .numerics.judge import StepJudge
+from .numerics.ladder import MAX_SPIKE_SKIPS, SKIP_WINDOW
 from .numerics.state import NumericsState
 from .oom.healer import MemoryHealer
 from .restarts.attempts import continue_bookkeeping
@@ -58,10 +59,7 @@ logger = logging.getLogger("self_healing")
 # Settings by which a report reckons what is left of the budgets of a run.
 _LIMITS = (
     "max_recovery_attempts",
-    "budget_refund_steps",
     "max_skipped_fraction",
-    "max_spike_skips",
-    "skip_window",
     "max_lr_reductions",
 )
 
@@ -139,7 +137,12 @@ class Entry:
             pid=os.getpid(),
             process_began=Process.this_one().began,
             host=socket.gethostname(),
-            limits={name: getattr(run.context.config, name) for name in _LIMITS},
+            limits={name: getattr(run.context.config, name) for name in _LIMITS}
+            | {
+                "budget_refund_steps": REFUND_STEPS,
+                "max_spike_skips": MAX_SPIKE_SKIPS,
+                "skip_window": SKIP_WINDOW,
+            },
             **run.numerics.rate_in_force(),
         )
         run.attempts.tell_status(Path(args.output_dir), max_steps)

@@ -95,20 +95,6 @@ def alloc_retries(device: torch.device) -> int:
     return 0 if device.type != "cuda" else int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
 
 
-def record_memory_history(device: torch.device) -> None:
-    """Has the allocator record its history from here on, for [`write_memory_snapshot`]."""
-    if device.type == "cuda":
-        torch.cuda.memory._record_memory_history(max_entries=100_000)
-
-
-def write_memory_snapshot(path: str, device: torch.device) -> bool:
-    """Writes the allocator's history (https://docs.pytorch.org/memory_viz); whether there is one."""
-    if device.type != "cuda":
-        return False
-    torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
-    return True
-
-
 # ---- out of memory: an out-of-memory error as it is caught, without the frames that hold the memory ----
 
 

@@ -50,11 +50,15 @@ class Section:
         return self.times >= self.learning
 
 
+# How often a part of a step (data, forward and backward, optimizer, ...) has to be seen before it is watched.
+LEARNING_STEPS = 3
+
+
 class Heartbeat:
     """Notes signs of life of the training thread: begin and end of each part of a step."""
 
-    def __init__(self, learning_steps: int = 3, clock: Callable[[], float] = time.monotonic) -> None:
-        self._learning_steps = learning_steps
+    def __init__(self, learning_steps: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._learning_steps = LEARNING_STEPS if learning_steps is None else learning_steps
         self.clock = clock
         self.sections: dict[str, Section] = {}
         self._outer: list[Section] = []

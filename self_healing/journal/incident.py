@@ -228,7 +228,6 @@ _DONE: dict[str, str] = {
     Action.ROLL_BACK: "rolled back",
     Action.REPLAY_STEPS: "steps replayed",
     Action.REDUCE_LEARNING_RATE: "LR lowered",
-    Action.INCREASE_LEARNING_RATE: "LR raised",
     Action.RESET_MOMENTS: "optimizer moments reset",
     Action.CHECK_DATA_QUALITY: "data checked",
     Action.CHECK_MODEL_INIT: "model checked",

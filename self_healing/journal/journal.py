@@ -263,7 +263,7 @@ class Journal:
     def alert(self, title: str, text: str, severity: str, step: int) -> None:
         """Raises a trackio alert about an optimizer step if a trackio run is active."""
         trackio = sys.modules.get("trackio")
-        if trackio is None or not self.config.trackio_alerts or self.rank != 0:
+        if trackio is None or self.rank != 0:
             return
         run = trackio.context_vars.current_run.get()
         if run is None:
@@ -275,7 +275,7 @@ class Journal:
     def metrics(self, resolved_at_the_end: int = 0) -> dict[str, float]:
         """`healing/*` metrics for the trackers; empty while nothing has happened."""
         totals = self.totals()
-        if not totals["incidents"] or not self.config.healing_metrics:
+        if not totals["incidents"]:
             return {}
         totals["resolved"] += resolved_at_the_end
         return {f"healing/{name}": value for name, value in totals.items()}

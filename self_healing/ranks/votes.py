@@ -345,7 +345,7 @@ def _cast(question: str, ballot: torch.Tensor) -> list[float]:
 
 
 # Each rank may have its own: nothing that is decided together follows from them.
-_OF_A_RANK = frozenset({"healing_dir", "rules_file", "trackio_alerts", "upload_healing_files"})
+_OF_A_RANK = frozenset({"healing_dir", "rules_file", "upload_healing_files"})
 # After so many seconds it is said who is missing.
 _PATIENCE = 30.0
 _NAMED = 8

@@ -191,7 +191,7 @@ def budgets(
     if window is not None and spikes is not None:
         used = sum(each.symptom in ("co_spike", "gradient_spike", "gradient_explosion") for each in skips)
         told = f"Of the last {window} steps; further spikes are clipped, and the run goes on."
-        found.append(Budget("steps left out for a spike", "max_spike_skips", used, spikes, told))
+        found.append(Budget("steps left out for a spike", "on_spike", used, spikes, told))
     if (reductions := limits.get("max_lr_reductions")) is not None:
         in_incidents = sum(each.actions.count(Action.REDUCE_LEARNING_RATE) for each in incidents)
         used = int(recovery.get("learning_rate", {}).get("reductions", in_incidents))

@@ -32,7 +32,6 @@ _FILES = {
     "path": "stacks of all threads",
     "batch": "offending batch",
     "offending_batch": "offending batch",
-    "memory_snapshot": "memory snapshot",
     "checkpoint": "checkpoint",
 }
 # Events that are worth a word though nothing had to be done, by their kind.

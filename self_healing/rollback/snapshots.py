@@ -231,6 +231,8 @@ def _stream_of(device: torch.device, streams: dict[torch.device, SideStream]) ->
 
 # Closer snapshots would be no older than what verification takes anyway.
 _LEAST_STEPS = 5
+# Share of the training time that copying snapshots may take.
+OVERHEAD_BUDGET = 0.01
 # One copy that was held up by something else must not leave the run without a newer state for hundreds of steps: the
 # next one, at most this many times as far away, says what copies cost.
 _MOST_GROWTH = 10
@@ -299,7 +301,7 @@ class SnapshotInterval:
         """Chooses the interval by what copies cost."""
         steps = self._config.snapshot_interval
         if not steps:
-            steps = max(math.ceil(share / self._config.snapshot_overhead_budget), _LEAST_STEPS)
+            steps = max(math.ceil(share / OVERHEAD_BUDGET), _LEAST_STEPS)
             steps = min(steps, _MOST_GROWTH * self._steps)
         # Near enough is left as it is: the measurement varies, and the journal is read by people.
         if self._chosen is not None and 0.5 <= steps / self._steps <= 2:

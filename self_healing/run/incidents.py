@@ -119,18 +119,20 @@ class _Awaited:
         return sorted(self.after)[len(self.after) // 2] if self.after else None
 
 
+# Healthy steps after an incident before its outcome is judged.
+OUTCOME_STEPS = 5
+
+
 class Outcomes:
     """Waits for what becomes of incidents that were dealt with, and closes them in the journal."""
 
     def __init__(
         self,
         journal: Journal,
-        steps: int,
         trend: Callable[[], tuple[float, float] | None],
         early_limit: Callable[[], float],
     ) -> None:
         self._journal = journal
-        self._steps = steps
         self._trend = trend
         self._early_limit = early_limit
         self._awaited: list[_Awaited] = []
@@ -158,7 +160,7 @@ class Outcomes:
             if step < awaited.incident.step and (awaited.incident.steps_repeated or may_be_repeated(awaited.incident)):
                 continue
             awaited.after.append(loss)
-            if len(awaited.after) >= self._steps:
+            if len(awaited.after) >= OUTCOME_STEPS:
                 self._awaited.remove(awaited)
                 self._close(awaited)
 

@@ -99,6 +99,10 @@ class RunContext:
 # ---- budget: limits how often a run is brought back without progress ----
 
 
+# Healthy steps beyond the last failure after which all attempts are there again.
+REFUND_STEPS = 50
+
+
 class RecoveryBudget:
     """
     Counts how often a run was brought back, in memory or by entering `train()` again, since it last made progress.
@@ -111,7 +115,7 @@ class RecoveryBudget:
 
     def refunds(self, step: int) -> bool:
         """Whether the run has got far enough beyond the last failure for its attempts to be given back."""
-        return self.failed_at >= 0 and step >= self.failed_at + self.config.budget_refund_steps
+        return self.failed_at >= 0 and step >= self.failed_at + REFUND_STEPS
 
     def spend(self, step: int) -> bool:
         """Takes one attempt for a failure at a step; `False` if none is left."""

@@ -145,7 +145,6 @@ RUN_FILES = (
     "quarantine.jsonl",
     "postmortem*.json",
     "postmortem*.tmp",
-    "memory_snapshot*.pickle",
     "incidents/*",
     "hangs/*",
     f"{PINNED_DIR}/*",

@@ -460,7 +460,7 @@ def _none_kept(run_dir: Path, entries: Mapping[str, dict[str, Any]]) -> str:
 def _why_not_kept(entry: Mapping[str, Any]) -> str:
     if str(entry.get("failure", "")).startswith(("nonfinite", "gradient_spike")):
         return (
-            "Batches are kept with save_offending_batch=True and quarantine_text=True (both are the default), for at "
+            "Batches are kept with quarantine_text=True (the default), for at "
             "most 20 incidents of a run, and 5 transient ones among them."
         )
     return (

@@ -18,6 +18,7 @@ from conftest import (
     tiny_model,
     weights,
 )
+from constants import settings_among
 from followed_checkpoints import following
 from transformers import TrainerCallback
 
@@ -161,8 +162,9 @@ def test_a_state_that_was_gone_back_to_is_not_saved_as_what_was_evaluated(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches_module, "_LARGEST_TAPE", 0)
+    settings_among({"OUTCOME_STEPS": 1}, monkeypatch.setattr)
     fault = SilentFault(unread_row(tokenizer), 12)
-    healing = SelfHealingCallback(HealingConfig(snapshot_interval=6, snapshot_verify_steps=3, outcome_steps=1))
+    healing = SelfHealingCallback(HealingConfig(snapshot_interval=6, snapshot_verify_steps=3))
     trainer = best_model_trainer(tmp_path, tokenizer, EvalLoss(rises=False), healing, fault, max_steps=14)
     trainer.train()
 

@@ -185,7 +185,7 @@ class TestState:
     def test_it_round_trips_exactly_at_any_point(self, seed: int, cut: int) -> None:
         rng = random.Random(seed)
         steps = [healthy_and_faulty(step, rng) for step in range(250)]
-        config = HealingConfig(plateau_window=40, divergence_patience=20)
+        config = HealingConfig(divergence_patience=20)
         whole = DetectorPanel(config, vocabulary=400)
         for signals in steps[:cut]:
             whole.observe(signals)

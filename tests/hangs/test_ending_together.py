@@ -21,7 +21,7 @@ from self_healing.journal.step_log import read_step_log
 # From the fault to the end of the last rank, in seconds.
 BOUND = 10.0
 # A hang is noticed after four seconds, and left after one more.
-SOON = {"hang_floor_seconds": 4.0, "hang_grace_seconds": 1.0, "hang_learning_steps": 1, "launcher_restarts": "yes"}
+SOON = {"hang_floor_seconds": 4.0, "GRACE_SECONDS": 1.0, "LEARNING_STEPS": 1, "launcher_restarts": "yes"}
 
 
 class Job(StruckRanks):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from constants import settings_among
 
 from self_healing import Action, FailureType, HealingConfig, Incident
 from self_healing.healers.hangs import watchdog
@@ -20,6 +21,12 @@ from self_healing.hf.sections import Heartbeat
 from self_healing.journal.journal import Journal
 from self_healing.ranks.messages import Failure, Position
 from self_healing.ranks.session import OtherRanks
+
+
+@pytest.fixture(autouse=True)
+def constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts back what a test sets."""
+    settings_among({"FACTOR": 1.0, "GRACE_SECONDS": 4.0}, monkeypatch.setattr)
 
 
 class Left(BaseException):
@@ -43,9 +50,8 @@ class Watched:
 
     def __init__(self, directory: Path, counts_attempts: bool = False, **settings: Any) -> None:
         self.now = 0.0
-        config = HealingConfig(
-            **{"hang_floor_seconds": 10.0, "hang_factor": 1.0, "hang_grace_seconds": 4.0, **settings}
-        )
+        constants = {"hang_floor_seconds": 10.0, "FACTOR": 1.0, "GRACE_SECONDS": 4.0}
+        config = HealingConfig(**settings_among(constants | settings))
         self.heartbeat = Heartbeat(1, clock=lambda: self.now)
         self.told: list[Incident] = []
         self.alerts: list[tuple[str, str, str, int]] = []

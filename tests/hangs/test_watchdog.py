@@ -29,6 +29,7 @@ from conftest import (
     sft_trainer,
     weights,
 )
+from constants import settings_among
 from transformers import TrainerCallback
 
 from self_healing import FailureType, HealingConfig, SelfHealingCallback, SelfHealingTrainer
@@ -40,14 +41,14 @@ from self_healing.journal.journal import Journal
 
 
 # Short enough for a test, and longer than a step on a machine that does other things as well.
-QUICK = {
-    "hang_floor_seconds": 2.0,
-    "hang_grace_seconds": 2.0,
-    "hang_learning_steps": 2,
-    # Data loader workers may take as long besides.
-    "retry_total_seconds": 0.5,
-}
+QUICK = {"hang_floor_seconds": 2.0, "api_retry_max_delay": 0.0, "api_retry_base_delay": 0.0}
 FOREVER = 1000.0
+
+
+@pytest.fixture(autouse=True)
+def constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Data loader workers may take as long as a call besides.
+    settings_among({"GRACE_SECONDS": 2.0, "LEARNING_STEPS": 2, "LONGEST_CALL": 0.5}, monkeypatch.setattr)
 
 
 def hangs(output_dir: Path) -> list[dict[str, Any]]:
@@ -128,7 +129,7 @@ class Desk:
         ending: bool = False,
         **settings: Any,
     ) -> None:
-        config = HealingConfig(**{"hang_floor_seconds": 0.3, "hang_grace_seconds": 0.5, **settings})
+        config = HealingConfig(**settings_among({"hang_floor_seconds": 0.3, "GRACE_SECONDS": 0.5, **settings}))
         self.over = 0
         self.heartbeat = Heartbeat(1)
         self.journal = Journal(directory, config, "run")
@@ -234,7 +235,7 @@ def test_the_interrupt_wakes_what_waits(tmp_path: Path, wait: Callable[[], None]
 
 
 def test_an_interrupt_that_comes_late_does_not_strike_what_moves_again(tmp_path: Path) -> None:
-    with Desk(tmp_path, hang_grace_seconds=30.0) as desk:
+    with Desk(tmp_path, GRACE_SECONDS=30.0) as desk:
         number = desk.watchdog._signal
         assert number is not None
         signal.pthread_sigmask(signal.SIG_BLOCK, [number])
@@ -356,7 +357,7 @@ def test_the_first_time_of_a_part_that_hangs_is_told_of_and_left_alone(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    settings = {"hang_floor_seconds": 0.05, "hang_grace_seconds": 0.1}
+    settings = {"hang_floor_seconds": 0.05, "GRACE_SECONDS": 0.1}
     with Desk(tmp_path, **settings) as desk, desk.heartbeat.section("evaluate"):
         wait_until(lambda: actions(tmp_path))
     assert actions(tmp_path) == ["write_stacks"]

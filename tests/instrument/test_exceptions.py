@@ -385,14 +385,6 @@ def test_what_leaves_the_wrapper_says_how_to_go_on(tmp_path: Path, tokenizer: An
     assert resumed.state.global_step == 6
 
 
-def test_without_a_checkpoint_it_says_that_the_run_has_to_start_again(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer)
-    RaisingForward(trainer.model, lambda forward: forward == 3, raise_value_error)
-    with pytest.raises(ValueError, match="a bug") as caught:
-        SelfHealingTrainer(trainer, HealingConfig(emergency_checkpoint=False)).train()
-    assert "please start it again" in caught.value.__notes__[0]
-
-
 class KeyErrorIn(TrainerCallback):
     """Raises a `KeyError` in one event, once the run was interrupted."""
 

@@ -28,7 +28,7 @@ from datasets import Dataset
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing import SelfHealingCallback, SelfHealingTrainer
 
 
 HELD_OUT = {"eval_dataset": Dataset.from_dict({"text": ["the model reads", "a row of text"] * 4})}
@@ -242,16 +242,6 @@ def test_batches_of_any_loader_are_skipped_on_re_entry(
     assert fault.fired == 1
     assert_same_weights(weights(trainer), weights(clean))
     assert logged(trainer) == logged(clean)
-
-
-def test_a_checkpoint_of_another_run_is_not_ours_to_take(tmp_path: Path, tokenizer: Any) -> None:
-    arguments = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
-    SelfHealingTrainer(sft_trainer(tmp_path, tokenizer, **arguments)).train()
-    trainer = sft_trainer(tmp_path, tokenizer, **arguments)
-    fault = in_forward(7)(trainer)
-    with pytest.raises(RuntimeError, match="no state to resume from"):
-        SelfHealingTrainer(trainer, HealingConfig(emergency_checkpoint=False), sleep=lambda _: None).train()
-    assert fault.fired == 1
 
 
 def test_an_emergency_checkpoint_that_fails_takes_no_other_with_it(

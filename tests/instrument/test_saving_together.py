@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import transformers
 from conftest import build_tokenizer, journal, losses, sft_trainer
+from constants import only_on_disk
 from forked_pairs import run_pair
 from strategies import WITH_DEEPSPEED, ZERO, arguments_of, prepare, trained_as
 from transformers import set_seed
 from trl import SFTTrainer
 
-from self_healing import HealingConfig, SelfHealingTrainer
+from self_healing import SelfHealingTrainer
 from self_healing.checkpoints.vetting import vet
 
 
@@ -61,7 +62,8 @@ def train(
         ddp_timeout=1800,
         **arguments_of(strategy),
     )
-    SelfHealingTrainer(trainer, HealingConfig(resume_from_memory=False)).train(resume_from_checkpoint=resume)
+    only_on_disk()
+    SelfHealingTrainer(trainer).train(resume_from_checkpoint=resume)
     return {"steps": trainer.state.global_step, "losses": losses(trainer), "trained_as": trained_as(trainer)}
 
 

@@ -78,7 +78,6 @@ EACH_KIND = (
     ),
     incident(190, "slow_rise", F.SLOW_RISE, Cause.UNKNOWN, outcome="reported"),
     incident(200, "steps_missing", F.NOT_TRAINED, "most steps are not in the weights", A.STOP, outcome="fatal"),
-    incident(210, "plateau", F.PLATEAU, Cause.UNKNOWN, A.INCREASE_LEARNING_RATE),
     incident(220, "vanishing_gradient", F.VANISHING_GRADIENT, Cause.UNKNOWN, A.CHECK_MODEL_INIT, outcome="reported"),
     incident(20, "dead_loss", F.DEAD_LOSS, Cause.UNKNOWN, A.CHECK_DATA_QUALITY, A.STOP, outcome="fatal"),
     incident(230, "never_learned", F.NEVER_LEARNED, Cause.UNKNOWN, outcome="reported"),

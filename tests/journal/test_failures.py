@@ -205,7 +205,6 @@ def test_every_failure_has_a_recipe_that_ends_or_heals() -> None:
         FailureType.NEVER_LEARNED,
         FailureType.SLOW_RISE,
         FailureType.HARDER_DATA,
-        FailureType.PLATEAU,
         FailureType.REPORTING,
         FailureType.PREEMPTED,
         FailureType.CORRUPTED_COPY,

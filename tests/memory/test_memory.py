@@ -33,6 +33,7 @@ from conftest import (
     sft_trainer,
     weights,
 )
+from constants import settings_among
 from datasets import Dataset
 from packaging.version import Version
 from safetensors.torch import load_file
@@ -654,13 +655,6 @@ class TestOneRow:
         actions = [event["action"] for event in journal(tmp_path / "healed", "action")]
         assert actions == ["free_memory", "split_batch", "split_batch", "checkpoint_activations"]
 
-    def test_it_is_not_switched_on_where_it_is_not_wanted(self, tmp_path: Path, tokenizer: Any) -> None:
-        config = HealingConfig(oom_activation_checkpointing=False)
-        with pytest.raises(UnrecoverableTrainingError):
-            run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, 0), config)
-        actions = [event["action"] for event in journal(tmp_path, "action")]
-        assert "checkpoint_activations" not in actions
-
 
 class LossOfFewRows:
     """A loss, not a model, that does not fit: splitting the model's calls is no help."""
@@ -686,8 +680,7 @@ class TestSmallerBatch:
         plain.train()
         trainer = sft_trainer(tmp_path / "healed", tokenizer, dropout=0.0, max_steps=12)
         memory = LossOfFewRows(trainer, 2)
-        config = HealingConfig(oom_activation_checkpointing=False)
-        SelfHealingTrainer(trainer, config).train()
+        SelfHealingTrainer(trainer).train()
 
         assert memory.fired
         assert (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps) == (2, 4)
@@ -712,7 +705,7 @@ class TestSmallerBatch:
             return original(model, inputs, *args, **kwargs)
 
         trainer.compute_loss = compute_loss
-        SelfHealingTrainer(trainer, HealingConfig(oom_activation_checkpointing=False)).train()
+        SelfHealingTrainer(trainer).train()
         assert fired[0] == 5
         assert losses(trainer) == pytest.approx(losses(plain), rel=1e-5)
         assert trainer.state.epoch == plain.state.epoch
@@ -727,7 +720,7 @@ class TestSmallerBatch:
         trainer = sft_trainer(tmp_path, tokenizer, texts=TEXTS[:11], dataloader_drop_last=True, max_steps=4)
         LossOfFewRows(trainer, 2)
         with pytest.raises(UnrecoverableTrainingError, match="another number of optimizer steps"):
-            SelfHealingTrainer(trainer, HealingConfig(oom_activation_checkpointing=False)).train()
+            SelfHealingTrainer(trainer).train()
 
 
 class TestSizes:
@@ -752,8 +745,10 @@ class TestSizes:
         healed, _ = run(sft_trainer, tmp_path, tokenizer)
         assert healed.state.global_step == 6
 
-    def test_a_larger_one_is_tried_again_after_a_while(self, tmp_path: Path, tokenizer: Any) -> None:
-        config = HealingConfig(oom_probe_steps=3)
+    def test_a_larger_one_is_tried_again_after_a_while(
+        self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = HealingConfig(**settings_among({"PROBE_STEPS": 3}, monkeypatch.setattr))
 
         def memory_of(model: Any) -> TooManyRows:
             memory = TooManyRows(model, 1)
@@ -764,8 +759,10 @@ class TestSizes:
         assert healed.state.global_step == 40
         assert memory.seen[-1] == 4
 
-    def test_one_that_is_tried_too_early_costs_one_attempt(self, tmp_path: Path, tokenizer: Any) -> None:
-        config = HealingConfig(oom_probe_steps=4)
+    def test_one_that_is_tried_too_early_costs_one_attempt(
+        self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = HealingConfig(**settings_among({"PROBE_STEPS": 4}, monkeypatch.setattr))
         plain = sft_trainer(tmp_path / "plain", tokenizer, dropout=0.0, max_steps=24)
         plain.train()
         healed, memory = run(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import WORDS, common_arguments, count_of_the, journal, losses, tiny_model
+from constants import settings_among
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
@@ -264,11 +265,13 @@ class TestTooLargeABatch:
         assert_same_run(healed, full, limit)
         assert_nothing_lost(tmp_path / "healed")
 
-    def test_larger_pieces_are_found(self, tmp_path: Path, tokenizer: Any, device: Device) -> None:
+    def test_larger_pieces_are_found(
+        self, tmp_path: Path, tokenizer: Any, device: Device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         full = train(build("sft", tmp_path / "full", tokenizer, max_steps=16), device)
         limit = limit_below(full.memory, share=0.6)
         device.limit(limit)
-        callback = SelfHealingCallback(HealingConfig(oom_probe_steps=2))
+        callback = SelfHealingCallback(HealingConfig(**settings_among({"PROBE_STEPS": 2}, monkeypatch.setattr)))
         trainer = build("sft", tmp_path / "healed", tokenizer, callbacks=[callback], max_steps=16)
         rows: list[int] = []
         trainer.model.register_forward_pre_hook(

@@ -88,7 +88,7 @@ def bound(kept: Any, model: Any) -> Any:
 
 
 def train(directory: Path, tokenizer: Any, *callbacks: Any, steps: int = 6, **options: Any) -> Any:
-    healing = SelfHealingCallback(HealingConfig(trackio_alerts=False))
+    healing = SelfHealingCallback(HealingConfig())
     trainer = sft_trainer(directory, tokenizer, callbacks=[healing, *callbacks], max_steps=steps, **options)
     trainer.train()
     assert all(torch.isfinite(value).all() for value in weights(trainer).values())

@@ -42,7 +42,7 @@ class FromCurrent(torch.optim.lr_scheduler.LRScheduler):
 
 
 # An interval that is measured would be another one in each run.
-CONFIG = HealingConfig(lr_hold_steps=3, lr_ramp_steps=4, snapshot_interval=5)
+CONFIG = HealingConfig(lr_ramp_steps=4, snapshot_interval=5)
 
 
 class Reduce(TrainerCallback):
@@ -100,8 +100,8 @@ def logged_rates(trainer: Any) -> list[float]:
     ]
 
 
-# lr_hold_steps=3, lr_ramp_steps=4 after a cut to a half in step 20.
-SCALES = [1.0] * 20 + [0.5] * 3 + [0.625, 0.75, 0.875] + [1.0] * 14
+# Held for a tenth of the run, lr_ramp_steps=4, after a cut to a half in step 20.
+SCALES = [1.0] * 20 + [0.5] * 4 + [0.625, 0.75, 0.875] + [1.0] * 13
 
 
 # Those that differ most in kind.

@@ -23,9 +23,9 @@ CONFIG = {
     "api_retry_base_delay": 0.1,
     "api_retry_max_delay": 0.5,
     "hang_floor_seconds": 3.0,
-    "hang_grace_seconds": 3.0,
+    "GRACE_SECONDS": 3.0,
     # Sixteen faults in one run, thirty steps from one to the next.
-    "budget_refund_steps": 20,
+    "REFUND_STEPS": 20,
 }
 
 

@@ -26,6 +26,7 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
+from self_healing.healers.numerics import ladder
 
 
 def incidents(output_dir: Path) -> list[dict[str, Any]]:
@@ -219,8 +220,9 @@ def test_what_neither_patience_nor_a_lower_rate_heals_stops_the_run_with_a_postm
     assert sum(incident["steps_lost"] for incident in incidents(tmp_path)) == 8
 
 
-def test_skipping_cannot_hide_a_dead_model(tmp_path: Path, tokenizer: Any) -> None:
-    config = HealingConfig(nan_patience=3, max_skipped_fraction=0.3, skip_window=10)
+def test_skipping_cannot_hide_a_dead_model(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "SKIP_WINDOW", 10)
+    config = HealingConfig(nan_patience=3, max_skipped_fraction=0.3)
     trainer = sft_trainer(tmp_path, tokenizer, max_steps=40, callbacks=[SelfHealingCallback(config)])
     fault = OutputFault(trainer.model, strike=lambda _: trainer.state.global_step % 2 == 1)
     with pytest.raises(UnrecoverableTrainingError, match="4 of the last 10 steps were skipped"):

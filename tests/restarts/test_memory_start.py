@@ -49,7 +49,7 @@ def resumed_from_memory(output_dir: Path) -> list[int]:
 def test_a_killed_job_goes_on_from_memory_and_ends_bitwise_equal(
     job: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]], step: int, kept: int
 ) -> None:
-    options = {"config": {**CLOSE, "resume_from_memory": True}, "arguments": {"save_steps": 5}}
+    options = {"in_memory": True, "config": CLOSE, "arguments": {"save_steps": 5}}
     codes = until_it_ends(job, 2, fault="sigkill", step=step, **options)
     assert codes == [-9, 0]
     assert resumed_from_memory(job) == [kept]
@@ -65,7 +65,7 @@ def test_a_killed_job_goes_on_from_memory_and_ends_bitwise_equal(
 def test_where_the_state_cannot_be_used_the_job_goes_on_from_disk(
     job: Path, plain: dict[str, Any], start: Callable[..., int], wrong: str
 ) -> None:
-    options = {"fault": "sigkill", "step": 7, "config": {**CLOSE, "resume_from_memory": True}}
+    options = {"fault": "sigkill", "step": 7, "config": CLOSE, "in_memory": True}
     if wrong != "torn":
         options["buffer_after_restart"] = True
     assert start(job, 0, **options) == -9
@@ -89,7 +89,7 @@ def test_where_the_state_cannot_be_used_the_job_goes_on_from_disk(
 def test_a_run_goes_back_to_the_state_it_was_resumed_from(
     job: Path, plain: dict[str, Any], start: Callable[..., int]
 ) -> None:
-    options = {"config": {**CLOSE, "resume_from_memory": True}, "arguments": {"save_strategy": "no"}}
+    options = {"in_memory": True, "config": CLOSE, "arguments": {"save_strategy": "no"}}
     assert start(job, 0, fault="sigkill", step=7, **options) == -9
     assert start(job, 1, first="corrupted weights", at=2, **options) == 0
     assert resumed_from_memory(job) == [6]
@@ -112,7 +112,7 @@ def test_a_generation_cycle_goes_on_in_its_middle(job: Path, start: Callable[...
         "max_steps": 8,
         **more,
     }
-    options = {"trainer": "grpo", "arguments": cycle, "config": {**CLOSE, "resume_from_memory": True}}
+    options = {"trainer": "grpo", "arguments": cycle, "config": CLOSE, "in_memory": True}
     whole = job.with_name("whole")
     assert start(whole, 0, **options) == 0
     fault = {"fault": "sigkill", "step": 7}
@@ -178,7 +178,7 @@ def test_a_trainer_that_reads_more_of_a_checkpoint_goes_on_from_disk(
 def test_of_what_a_process_has_left_only_what_is_gone_on_from_stays_until_there_is_a_newer_one(
     job: Path, start: Callable[..., int]
 ) -> None:
-    options = {"fault": "sigkill", "step": 7, "config": {**CLOSE, "resume_from_memory": True}}
+    options = {"fault": "sigkill", "step": 7, "config": CLOSE, "in_memory": True}
     # Killed again, before it has a state of its own.
     again = {**options, "step": 6, "struck": "again"}
     assert start(job, 0, **options) == -9

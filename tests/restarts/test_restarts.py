@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -189,7 +190,7 @@ def test_a_hang_in_native_code_is_healed_by_a_restart(
     tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
 ) -> None:
     job = tmp_path / "job"
-    config = {"hang_floor_seconds": 2.0, "hang_grace_seconds": 1.0, "hang_learning_steps": 1}
+    config = {"hang_floor_seconds": 2.0, "GRACE_SECONDS": 1.0, "LEARNING_STEPS": 1}
     began = time.monotonic()
     assert until_it_ends(job, 3, fault="native_hang", step=6, config=config) == [75, 0]
     assert time.monotonic() - began < 60
@@ -206,7 +207,7 @@ def test_a_hang_that_comes_again_in_the_next_process_is_healed_by_the_one_after_
     tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
 ) -> None:
     job = tmp_path / "job"
-    config = {"hang_floor_seconds": 1.0, "hang_grace_seconds": 1.0, "hang_learning_steps": 1}
+    config = {"hang_floor_seconds": 1.0, "GRACE_SECONDS": 1.0, "LEARNING_STEPS": 1}
     assert until_it_ends(job, 4, fault="native_hang", step=6, times=2, config=config) == [75, 75, 0]
     assert job_result(job)["weights"] == plain["weights"]
 
@@ -285,7 +286,7 @@ def test_steps_that_are_done_again_do_not_show_that_a_run_got_past_what_ended_it
     tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
 ) -> None:
     job = tmp_path / "job"
-    assert until_it_ends(job, 3, fault="sigkill", step=6, config={"outcome_steps": 1}) == [-9, 0]
+    assert until_it_ends(job, 3, fault="sigkill", step=6, config={"OUTCOME_STEPS": 1}) == [-9, 0]
     (outcome,) = journal(job, "outcome")
     assert outcome["outcome"] == "resolved"
     # It goes on from step 4; the seventh step is the first that was not there before.
@@ -527,7 +528,8 @@ def test_by_hand_somebody_is_told_that_the_newest_checkpoint_is_of_another_run(
 
     SelfHealingTrainer(build()).train()
     with pytest.raises(ValueError, match="a bug"):
-        SelfHealingTrainer(build(Bug()), HealingConfig(emergency_checkpoint=False)).train()
+        SelfHealingTrainer(build(Bug())).train()
+    shutil.rmtree(tmp_path / "run" / "emergency")
     SelfHealingTrainer(build()).train(resume_from_checkpoint=True)
     assert "not of the run that was last trained there" in caplog.text
 

@@ -353,9 +353,9 @@ class TestDeadWeights:
             model.lm_head.weight.zero_()
 
         fault = WeightFault(out_of_reach, 5)
-        config = HealingConfig(vanishing_gradient_steps=5, on_spike="warn")
+        config = HealingConfig(on_spike="warn")
         trainer = sft_trainer(
-            tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), fault], max_steps=30, optim="sgd"
+            tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), fault], max_steps=45, optim="sgd"
         )
         trainer.train()
 
@@ -455,7 +455,7 @@ class TestEverythingLearned:
             return trainer
 
         plain = hinged(Path("plain"))
-        config = HealingConfig(vanishing_gradient_steps=5, dead_loss_steps=100)
+        config = HealingConfig(on_red_flag="warn")
         healed = hinged(Path("healed"), [SelfHealingCallback(config)])
 
         (detected,) = journal(tmp_path / "healed", "detected")

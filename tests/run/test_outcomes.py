@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TEXTS, grpo_trainer, journal, lost_connection, plain_trainer, sft_trainer
+from constants import settings_among
 from datasets import Dataset, IterableDataset
 from made_up_run import MadeUpRun
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -104,11 +105,14 @@ def test_what_comes_back_after_each_re_entry_was_never_healed(build: Any, tmp_pa
     assert written == {each.id: each.outcome for each in incidents}
 
 
-def test_a_step_that_is_judged_well_and_never_applied_heals_nothing(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_step_that_is_judged_well_and_never_applied_heals_nothing(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings_among({"OUTCOME_STEPS": 1}, monkeypatch.setattr)
     trainer = sft_trainer(tmp_path, tokenizer)
     handle = register_optimizer_step_pre_hook(lambda *_: service_down() if trainer.state.global_step == 2 else None)
     try:
-        incidents = ended(trainer, outcome_steps=1)
+        incidents = ended(trainer)
     finally:
         handle.remove()
     assert [each.outcome for each in incidents] == ["unresolved"] * 3 + ["fatal"]

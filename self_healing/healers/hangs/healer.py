@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 from ...failures.recipes import Action, FailureType
+from ...failures.retry import RetryPolicy
 from ...hf.adapter import Instrument
 from ...ranks.messages import Failure, Position, failure_of, where_all_are
 from ...run.healer import Claim, Healer
@@ -84,7 +85,7 @@ class HangWatch(Healer):
             run.heartbeat.be_patient("data", at_least=time.time() - run.started_at)
         if instrument.view.loader_workers > 0:
             # They wait before another attempt as well, and cannot say so from where they are.
-            run.heartbeat.allow("data", run.config.retry_total_seconds + run.config.hang_floor_seconds)
+            run.heartbeat.allow("data", RetryPolicy.of(run.config).total_seconds + run.config.hang_floor_seconds)
 
     def listen(self) -> None:
         """

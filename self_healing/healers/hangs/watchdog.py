@@ -66,6 +66,12 @@ def within(seconds: float, work: Callable[[], Any]) -> None:
 # ---- watchdog ----
 
 
+# A part of a step hangs when it takes more than this many times its longest time so far.
+FACTOR = 10.0
+# Seconds a step has to respond to the interrupt.
+GRACE_SECONDS = 30.0
+
+
 # How often is looked, in seconds; more often where the shortest hang is short.
 _POLL = 1.0
 # A disk or a tracker that hangs as well must not keep the watching thread from acting.
@@ -341,7 +347,7 @@ class Watchdog:
         if section.name in _IN_STEP and self._ranks.known:
             # As many devices wait as there are ranks, and nothing but one of them is waited for.
             floor = min(floor, max(_FLOOR_PART * floor, _FLOOR_TIMES * section.longest))
-        learned = self._heartbeat.limit(section, self._config.hang_factor, floor)
+        learned = self._heartbeat.limit(section, FACTOR, floor)
         if learned is not None and (elapsed <= learned or not (self._computes(section, elapsed) or compiles())):
             return learned, True
         return self._heartbeat.limit_at_first(section, self._config.hang_floor_seconds), False
@@ -427,11 +433,11 @@ class Watchdog:
         self._alarm = alarm
         alarm.pause = alarm.limit
         if self._may_interrupt(alarm):
-            alarm.stage, alarm.deadline = _Stage.INTERRUPTED, elapsed + self._config.hang_grace_seconds
+            alarm.stage, alarm.deadline = _Stage.INTERRUPTED, elapsed + GRACE_SECONDS
             _bounded(lambda: self._acted(alarm, Action.INTERRUPT))
             self._interrupt(alarm, stopping)
         elif self._may_exit(alarm):
-            alarm.stage, alarm.deadline = _Stage.LEAVING, elapsed + self._config.hang_grace_seconds
+            alarm.stage, alarm.deadline = _Stage.LEAVING, elapsed + GRACE_SECONDS
         else:
             alarm.deadline = elapsed + alarm.pause
             if not again:

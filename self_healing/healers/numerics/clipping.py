@@ -136,6 +136,10 @@ class ZClip:
 # ---- step clipping ----
 
 
+# First steps, which only fill the statistic (ZClip, arXiv:2504.02507, section 3).
+WARMUP_STEPS = 25
+
+
 class StepClipping:
     """Clips the gradient of a step by what is usual in the run, after the Trainer's own clipping."""
 
@@ -151,7 +155,7 @@ class StepClipping:
     def reset(self) -> None:
         """Forgets what norm was usual: that of other parameters."""
         config = self.config
-        self._zclip = ZClip(config.zclip_z_threshold, config.zclip_ema_decay, config.zclip_warmup_steps)
+        self._zclip = ZClip(config.zclip_z_threshold, config.zclip_ema_decay, WARMUP_STEPS)
 
     def apply(self, window: Window, signals: StepSignals, ceiling: float, may_clip: bool = True) -> None:
         """Takes in a step that is about to be applied, and clips its gradient in mode `"clip"`."""
@@ -176,8 +180,6 @@ class StepClipping:
 
     def metrics(self) -> dict[str, float]:
         """What was seen since it was last asked for: largest z, and how many steps were clipped, and would be."""
-        if not self.config.healing_metrics:
-            return {}
         found: dict[str, float] = {}
         if self._largest_z is not None:
             found = {

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ...config.healing_config import HealingConfig
 from ...failures.classify import describe_exception
 from ...failures.recipes import Cause, FailureType, TrainingFault
 from ...hf.adapter import Instrument
@@ -26,6 +25,8 @@ from ...system import processes
 
 logger = logging.getLogger(__name__)
 
+# How often a step is computed again from its saved random states before its fault counts as persistent.
+_REEXECUTIONS = 1
 # Rows from elsewhere in the data that are tried where no earlier batch can be compared with. If none of so many is
 # finite, it is not a few bad rows.
 _CONTROL_ROWS = 16
@@ -40,9 +41,9 @@ _BEHIND_THE_PLACE = {
 }
 
 
-def diagnose(window: Window, instrument: Instrument, config: HealingConfig, healthy_inputs: Any) -> Diagnosis:
+def diagnose(window: Window, instrument: Instrument, healthy_inputs: Any) -> Diagnosis:
     """Finds out why a step is not finite."""
-    for attempt in range(1, config.reexecute_attempts + 1):
+    for attempt in range(1, _REEXECUTIONS + 1):
         window.reexecute()
         if window.signals().finite:
             return _transient(attempt)
@@ -58,20 +59,18 @@ def diagnose(window: Window, instrument: Instrument, config: HealingConfig, heal
             Cause.CORRUPTED_STATE,
             {"tensors": corrupted[:20], "tensors_total": len(corrupted)},
         )
-    if config.reexecute_attempts == 0:
-        window.reexecute()
-    found = _look_at_rows(window, config, healthy_inputs, device)
+    found = _look_at_rows(window, healthy_inputs, device)
     # A fault may last for longer than one computation, and strike in the experiments: before data or numbers are
     # blamed for it, the whole is computed once more.
     window.reexecute()
-    return _transient(config.reexecute_attempts + 1) if window.signals().finite else found
+    return _transient(_REEXECUTIONS + 1) if window.signals().finite else found
 
 
 def _transient(computed: int) -> Diagnosis:
     return Diagnosis(FailureType.NONFINITE_TRANSIENT, Cause.TRANSIENT, {"reexecutions": computed})
 
 
-def _look_at_rows(window: Window, config: HealingConfig, healthy_inputs: Any, device: torch.device) -> Diagnosis:
+def _look_at_rows(window: Window, healthy_inputs: Any, device: torch.device) -> Diagnosis:
     """Finds out whether some rows are non-finite by themselves, and others are not."""
     layouts = [window.layout(index) for index in range(window.size)]
     if votes.any_rank("rows cannot be told apart", any(layout is None for layout in layouts), device):
@@ -79,7 +78,7 @@ def _look_at_rows(window: Window, config: HealingConfig, healthy_inputs: Any, de
     sizes = [layout.rows for layout in layouts if layout is not None]
     try:
         with window.experiment():
-            return _poison_rows(StepExperiments(window), config, healthy_inputs, device, sizes)
+            return _poison_rows(StepExperiments(window), healthy_inputs, device, sizes)
     except TrainingFault as fault:
         # A batch of a shape the user never trains on: what it raises is our doing.
         logger.info("Rows could not be tried alone.", exc_info=fault.error)
@@ -88,7 +87,6 @@ def _look_at_rows(window: Window, config: HealingConfig, healthy_inputs: Any, de
 
 def _poison_rows(
     experiments: StepExperiments,
-    config: HealingConfig,
     healthy_inputs: Any,
     device: torch.device,
     sizes: Sequence[int],

@@ -117,9 +117,9 @@ class NumericsHealer:
         return opened
 
     def keep_batch(self, window: Window, incident: Incident) -> None:
-        """Keeps the batch of a step for replay, if that is asked for."""
+        """Keeps the batch of a step for replay."""
         # A batch is text in another alphabet.
-        if self.config.save_offending_batch and self.config.quarantine_text:
+        if self.config.quarantine_text:
             incident.evidence["batch_file"] = save_offending_batch(window, self.run.directory, incident)
 
 

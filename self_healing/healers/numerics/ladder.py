@@ -17,6 +17,12 @@ from ...run.run import RecoveryBudget
 # ---- policy ----
 
 
+# Steps over which the limits of skipped steps and dropped rows are counted.
+SKIP_WINDOW = 100
+# How many of them may be skipped for a spike. Further spikes are clipped to the usual norm.
+MAX_SPIKE_SKIPS = 3
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What to do about a failure."""
@@ -38,8 +44,8 @@ class StepPolicy:
     def __init__(self, config: HealingConfig) -> None:
         self.config = config
         self.unhealed_in_a_row = 0
-        self.recent: deque[tuple[bool, int, int]] = deque(maxlen=config.skip_window)
-        self.spike_skips: deque[int] = deque(maxlen=max(config.max_spike_skips, 1))
+        self.recent: deque[tuple[bool, int, int]] = deque(maxlen=SKIP_WINDOW)
+        self.spike_skips: deque[int] = deque(maxlen=MAX_SPIKE_SKIPS)
 
     def decide(self, diagnosis: Diagnosis, acts: bool = True) -> Decision:
         """The actions for a step that is not finite."""
@@ -55,9 +61,7 @@ class StepPolicy:
         if diagnosis.failure is FailureType.NONFINITE_TRANSIENT:
             return Decision((Action.USE_REEXECUTED_STEP,))
         if diagnosis.failure is FailureType.NONFINITE_POISON_ROWS:
-            if self.config.drop_poison_rows:
-                return Decision((Action.QUARANTINE_ROWS, Action.DROP_ROWS))
-            return Decision((Action.QUARANTINE_ROWS, Action.SKIP_STEP))
+            return Decision((Action.QUARANTINE_ROWS, Action.DROP_ROWS))
         return Decision((Action.SKIP_STEP,))
 
     def decide_spike(self, symptom: Symptom, transient: bool, finite: bool, may_clip: bool) -> Decision:
@@ -66,8 +70,8 @@ class StepPolicy:
             return Decision((Action.USE_REEXECUTED_STEP,))
         if not finite:
             return Decision((Action.SKIP_STEP,))
-        recent = [skip for skip in self.spike_skips if skip > symptom.step - self.config.skip_window]
-        spent = len(recent) >= self.config.max_spike_skips
+        recent = [skip for skip in self.spike_skips if skip > symptom.step - SKIP_WINDOW]
+        spent = len(recent) >= MAX_SPIKE_SKIPS
         # A spike of the gradient alone is cut to size. With the loss, the batch had better be left out, but not often:
         # where such batches come again and again, they are part of the data.
         if may_clip and (symptom.name == "gradient_spike" or spent):
@@ -82,10 +86,10 @@ class StepPolicy:
         if failure is FailureType.DIVERGENCE and self.config.on_divergence == "stop":
             # The weights are what is wrong: nothing is saved of them.
             return Decision((Action.STOP,), FAILURE_RECIPES[failure].diagnosis)
-        if failure is FailureType.DEAD_LOSS and self.config.on_dead_loss == "stop":
-            return Decision(FAILURE_RECIPES[failure].ladder, FAILURE_RECIPES[failure].diagnosis)
-        if failure is FailureType.DEAD_LOSS:
+        if failure is FailureType.DEAD_LOSS and self.config.on_red_flag == "warn":
             return Decision(())
+        if failure is FailureType.DEAD_LOSS:
+            return Decision(FAILURE_RECIPES[failure].ladder, FAILURE_RECIPES[failure].diagnosis)
         if failure is FailureType.DIVERGENCE:
             return Decision((Action.HOLD_CHECKPOINTS,))
         # All at once: none of them changes what has been seen.
@@ -109,16 +113,16 @@ class StepPolicy:
                 f"(nan_patience={config.nan_patience})"
             )
         skips = sum(was_skipped for was_skipped, _, _ in self.recent)
-        if skips > config.max_skipped_fraction * config.skip_window:
+        if skips > config.max_skipped_fraction * SKIP_WINDOW:
             return (
-                f"{skips} of the last {config.skip_window} steps were skipped "
+                f"{skips} of the last {SKIP_WINDOW} steps were skipped "
                 f"(max_skipped_fraction={config.max_skipped_fraction})"
             )
         gone = sum(count for _, _, count in self.recent)
         per_step = max((count for _, count, _ in self.recent), default=0)
-        if gone > max(config.max_bad_fraction * per_step * config.skip_window, per_step):
+        if gone > max(config.max_bad_fraction * per_step * SKIP_WINDOW, per_step):
             return (
-                f"{gone} rows of the last {config.skip_window} steps were dropped "
+                f"{gone} rows of the last {SKIP_WINDOW} steps were dropped "
                 f"(max_bad_fraction={config.max_bad_fraction})"
             )
         return None
@@ -143,7 +147,7 @@ class StepPolicy:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.unhealed_in_a_row = state["unhealed_in_a_row"]
-        self.recent = deque((tuple(entry) for entry in state["recent"]), maxlen=self.config.skip_window)
+        self.recent = deque((tuple(entry) for entry in state["recent"]), maxlen=SKIP_WINDOW)
         self.spike_skips = deque(state.get("spike_skips", ()), maxlen=self.spike_skips.maxlen)
 
 

@@ -16,6 +16,7 @@ from ...hf.memory import let_go
 from ...hf.step import Control, Window
 from ...rollback.snapshots import Snapshot
 from ...rollback.trusted import StateTrials
+from ...run.run import REFUND_STEPS
 
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class LearningRateControl:
 
     def __init__(self, config: HealingConfig) -> None:
         self.config = config
-        self.hold = config.lr_hold_steps or _LEAST_HOLD
+        self.hold = _LEAST_HOLD
         self.ramp = config.lr_ramp_steps or self.hold
         self.warmup = _LEAST_WARMUP
         self.reductions = 0
@@ -77,7 +78,7 @@ class LearningRateControl:
     def begin(self, max_steps: int, beta2: float | None) -> None:
         """Takes in how long the run is and how long its optimizer remembers."""
         memory = 0 if beta2 is None or not 0 <= beta2 < 1 else round(1 / (1 - beta2))
-        hold = self.config.lr_hold_steps or max(_LEAST_HOLD, memory)
+        hold = max(_LEAST_HOLD, memory)
         self.hold = max(min(hold, max_steps // _LARGEST_SHARE), 1) if max_steps > 0 else hold
         self.ramp = self.config.lr_ramp_steps or self.hold
         self.warmup = max(self.hold // 2, _LEAST_WARMUP)
@@ -126,10 +127,7 @@ class LearningRateControl:
     def _cut(self, step: int, blamed: int) -> None:
         self._settle(blamed)
         now, held = self._scale(blamed), blamed - self._changed_at < self.hold
-        if now > 1.0:
-            # What was raised on request is given up first.
-            self._level = self._ceiling = 1.0
-        elif self.reductions == 0:
+        if self.reductions == 0:
             self._level, self._ceiling, self._exponent = now * self.config.lr_reduce_factor, now, 1
         elif now > self._level:
             self._ceiling = self._level
@@ -142,14 +140,6 @@ class LearningRateControl:
         self._changed_at = step
         self._warm_from = None
 
-    def increase(self, step: int) -> float:
-        """Raises the rate, on request: `lr_increase_factor` times the schedule's, once; the factor from now on."""
-        self._settle(step)
-        if self._scale(step) == 1.0 and self.reductions == 0:
-            self._level = self._ceiling = self.config.lr_increase_factor
-            self._changed_at = step
-        return self._scale(step)
-
     def warm_up_again(self, step: int) -> int:
         """Grows from a small part of the rate in force to it, for moments that begin anew; the steps it takes."""
         self._warm_from = step
@@ -157,7 +147,7 @@ class LearningRateControl:
 
     def _settle(self, step: int) -> None:
         """Takes in that a ramp has come to its end; back at the schedule's rate, earlier reductions are forgotten."""
-        if step - self._changed_at >= max(self.hold + self.ramp, self.config.budget_refund_steps):
+        if step - self._changed_at >= max(self.hold + self.ramp, REFUND_STEPS):
             self._level = self._ceiling
             if self._level == 1.0:
                 self.reductions = 0

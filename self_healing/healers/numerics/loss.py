@@ -155,7 +155,6 @@ _FAILURES = {
     "vanishing_gradient": FailureType.VANISHING_GRADIENT,
     "dead_loss": FailureType.DEAD_LOSS,
     "never_learned": FailureType.NEVER_LEARNED,
-    "plateau": FailureType.PLATEAU,
     "slow_rise": FailureType.SLOW_RISE,
 }
 # Steps in which other parameters may be trained without anybody having looked: fewer than a baseline is learned in.
@@ -231,7 +230,7 @@ class StepObserver(NumericsHealer):
                 )
             elif symptom.name == "second_rise":
                 self.numerics.watch.rises_further(symptom)
-            elif symptom.name in _FAILURES and (symptom.name != "plateau" or self.config.lr_increase_factor > 1):
+            elif symptom.name in _FAILURES:
                 failure = _FAILURES[symptom.name]
                 self._divergence.heal(self.open(symptom, failure, symptom.name.replace("_", " ")), failure, window)
             else:

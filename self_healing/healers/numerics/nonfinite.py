@@ -140,7 +140,7 @@ class NonfiniteHealer(NumericsHealer):
             return Diagnosis(
                 FailureType.NONFINITE_UNDIAGNOSED, Cause.NOT_LOOKED_FOR, {"on_nonfinite": self.config.on_nonfinite}
             )
-        return diagnose(window, self.instrument, self.config, self.rollback.batches.healthy_inputs)
+        return diagnose(window, self.instrument, self.rollback.batches.healthy_inputs)
 
 
 # ---- corrupted state: heals weights and optimizer states that are not finite where no loss has shown it yet ----

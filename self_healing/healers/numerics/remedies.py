@@ -36,7 +36,6 @@ class NumericsRemedies:
             Action.ROLL_BACK: self._roll_back,
             Action.REPLAY_STEPS: self._replay_steps,
             Action.REDUCE_LEARNING_RATE: self._reduce_learning_rate,
-            Action.INCREASE_LEARNING_RATE: self._increase_learning_rate,
             Action.RESET_MOMENTS: self._reset_moments,
             Action.CHECK_DATA_QUALITY: self._check_data_quality,
             Action.CHECK_MODEL_INIT: self._check_model_init,
@@ -145,15 +144,6 @@ class NumericsRemedies:
         context.incident.figures.append(f"learning rate from {before:.3g} to {instrument.view.learning_rate:.3g}")
         control = self._numerics.learning_rate
         return self._rate(instrument) | {"from": before, "hold_steps": control.hold, "ramp_steps": control.ramp}
-
-    def _increase_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
-        instrument = context.running
-        step = instrument.view.step
-        before = self._numerics.learning_rate.scale(step)
-        if self._run.config.lr_increase_factor <= 1:
-            return {"why": "lr_increase_factor=1: it was not asked for", "happened": False}
-        after = self._numerics.learning_rate.increase(step)
-        return self._rate(instrument) | {"happened": after != before}
 
     def _rate(self, instrument: Instrument) -> dict[str, Any]:
         control = self._numerics.learning_rate

@@ -17,7 +17,7 @@ from ...hf.objective import StepSignals
 from ...hf.step import Window
 from ...journal.incident import Incident
 from ...journal.journal import Journal
-from ...run.incidents import Outcomes
+from ...run.incidents import OUTCOME_STEPS, Outcomes
 from ...run.run import RecoveryBudget
 from ...system import processes
 from ...system.files import Stateful, take_over_whole
@@ -70,7 +70,7 @@ class NumericsState:
     def forget(self) -> None:
         """Forgets what was learned from a checkpoint that is damaged: the run begins from an older one."""
         config = self.config
-        self.detector = NonFiniteDetector(scaler_patience=config.scaler_patience)
+        self.detector = NonFiniteDetector()
         self.policy = StepPolicy(config)
         self.watch = LossWatch(config, self.journal, self.outcomes)
         # Incidents of this family, which all ranks open alike; a thread, or a service, opens others on one of them.
@@ -223,7 +223,7 @@ class NumericsState:
     def metrics(self, step: int | None, training: bool) -> dict[str, float]:
         """What is added to the trainer's logs."""
         found: dict[str, float] = {}
-        if step is not None and self.config.healing_metrics and self.learning_rate.touched:
+        if step is not None and self.learning_rate.touched:
             found["healing/lr_scale"] = self.learning_rate.scale(step)
         return found | self.clipping.metrics() if training and self.clipping is not None else found
 
@@ -344,7 +344,7 @@ class LossWatch:
             )
 
     def hold(self, incident: Incident) -> None:
-        """Checkpoints wait, on request, until the loss has been back for `outcome_steps`, unless they do already."""
+        """Checkpoints wait, on request, until the loss has been back for `OUTCOME_STEPS`, unless they do already."""
         if self.incident is None:
             self._before = sorted(self._last)[len(self._last) // 4] if self._last else None
             self.incident = incident
@@ -375,7 +375,7 @@ class LossWatch:
         # What has no logarithm is zero.
         back = reading.value <= reading.level if reading.z is None else reading.z <= _BACK
         self._back = self._back + 1 if back else 0
-        if self._back >= self.config.outcome_steps:
+        if self._back >= OUTCOME_STEPS:
             self._close_recovered(panel)
 
     def _close_recovered(self, panel: DetectorPanel, settled: bool = False) -> None:

@@ -17,11 +17,9 @@ from ...hf.memory import (
     alloc_retries,
     free_memory,
     is_out_of_memory,
-    record_memory_history,
     room_of,
     smaller_batch,
     with_room,
-    write_memory_snapshot,
 )
 from ...hf.patching import Interception
 from ...hf.state import is_sharded
@@ -34,7 +32,6 @@ from ...run.healer import Claim, Healer, HealingContext, claim_by_recipe
 from ...run.incidents import OpenIncident
 from ...run.run import RunContext
 from ...system import processes
-from ...system.files import of_rank
 from .calls import ModelCalls
 from .microbatches import Microbatches
 from .sizes import KnownSizes, MemoryState, SizesFile
@@ -80,7 +77,6 @@ class MemoryHealer(Healer):
         self._passed: deque[int] = deque(maxlen=_OFTEN)
         # The state right before the step that is being taken.
         self._backup: _OptimizerBackup | None = None
-        self._snapshot_written = False
         # Until the exception has left train(): a smaller batch needs another entry.
         self._claim: Claim | None = None
         # What to do about the memory that ran out on this rank alone, until its exception has left train().
@@ -107,8 +103,6 @@ class MemoryHealer(Healer):
             self._models.watch()
         if self.config.optimizer_step_backup:
             self._backup = _OptimizerBackup()
-        if self.config.oom_memory_snapshot:
-            record_memory_history(instrument.view.device)
 
     def _has_limits(self) -> bool:
         """Whether a size is known not to fit; where all ranks have to split alike, on any of them."""
@@ -129,8 +123,6 @@ class MemoryHealer(Healer):
     def metrics(self, training: bool, summary: bool) -> dict[str, float]:
         """Gives whether calls were split since the last log, and whether the device is nearly full."""
         found: dict[str, float] = {}
-        if not self.config.healing_metrics:
-            return found
         pieces = self._models.pieces
         if pieces > 1:
             found["healing/split_into"] = pieces
@@ -292,7 +284,7 @@ class MemoryHealer(Healer):
         return claim_by_recipe(claim.incident, failure)
 
     def _may_checkpoint_activations(self, context: HealingContext) -> bool:
-        if not self.config.oom_activation_checkpointing or self._state.checkpointing_activations:
+        if self._state.checkpointing_activations:
             return False
         done = self.actions.apply(Action.CHECKPOINT_ACTIVATIONS, context, self._args)
         return bool(done["checkpointing"])
@@ -470,10 +462,6 @@ class MemoryHealer(Healer):
         }
         if window is not None:
             evidence["batch"] = window.shapes()
-        if self.config.oom_memory_snapshot and not self._snapshot_written:
-            path = str(of_rank(self.run.directory / "memory_snapshot.pickle", self.run.journal.rank))
-            self._snapshot_written = write_memory_snapshot(path, instrument.view.device)
-            evidence["memory_snapshot"] = path if self._snapshot_written else "only for CUDA"
         self._opened = self.run.incident(instrument.view.step, "out_of_memory", evidence)
         cause = f"out of {'host' if ran_out.on_host else 'device'} memory in {ran_out.place}"
         self._opened.diagnosed(FailureType.OUT_OF_MEMORY, cause)

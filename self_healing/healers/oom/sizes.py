@@ -90,11 +90,15 @@ class _Try:
     failed_before: bool
 
 
+# Steps after which a size that did not fit is tried again. The wait doubles whenever that fails.
+PROBE_STEPS = 50
+
+
 class KnownSizes:
     """Remembers which sizes of model calls fitted, and tells how many rows of the next one may run at a time."""
 
-    def __init__(self, probe_steps: int, room: Room | None = None) -> None:
-        self._base_wait = probe_steps
+    def __init__(self, probe_steps: int | None = None, room: Room | None = None) -> None:
+        self._base_wait = probe_steps = PROBE_STEPS if probe_steps is None else probe_steps
         self._frontiers: dict[Kind, _Frontier] = {
             "train": _Frontier(probe_steps),
             "forward": _Frontier(probe_steps),

@@ -411,8 +411,6 @@ class LastResorts:
         }
 
     def _emergency_checkpoint(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
-        if not self.config.emergency_checkpoint:
-            return {"checkpoint": None, "why": "emergency_checkpoint=False", "happened": False}
         why = self._not_worth_saving(context)
         if why:
             return {"checkpoint": None, "why": why, "happened": False}
@@ -497,7 +495,7 @@ def let_snapshots_outlive(run: RunContext, attempts: Attempts, rollback: Rollbac
         remove_rank(*place)
     else:
         memory.remove_others()
-    outlives = config.resume_from_memory and config.snapshots and restarts_on_exit(config) and ROOT.is_dir()
+    outlives = config.snapshots and restarts_on_exit(config) and ROOT.is_dir()
     more = loads_more(trainer)
     if outlives and more is not None:
         logger.info(

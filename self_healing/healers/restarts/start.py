@@ -136,7 +136,7 @@ def find_start(
 
 def may_go_on_from_memory(config: HealingConfig, launch: Launch) -> bool:
     """Whether a job may go on from what its earlier processes have left in shared memory: the same on all ranks."""
-    return config.resume_from_memory and config.resume_after_restart and launch.started_again
+    return config.resume_after_restart and launch.started_again
 
 
 def _find_start(search: _Search) -> Start:

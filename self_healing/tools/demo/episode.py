@@ -264,8 +264,7 @@ def train_under_chaos(output_dir: str, steps: int, seed: int) -> None:
     )
     trainer.add_callback(Progress(Console(highlight=False, width=200)))
     # A step takes milliseconds here: one that takes seconds hangs, where a minute would be the default.
-    # What is left in memory when it is killed depends on how busy the machine is.
-    SelfHealingTrainer(trainer, HealingConfig(hang_floor_seconds=4.0, resume_from_memory=False)).train()
+    SelfHealingTrainer(trainer, HealingConfig(hang_floor_seconds=4.0)).train()
     loss, least = float(trainer.evaluate()["eval_loss"]), material.unigram_loss
     print(f"Held-out loss: {loss:.3f}; the frequencies of tokens alone would give {least:.3f}.")
     if not loss < least:

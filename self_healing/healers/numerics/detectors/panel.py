@@ -18,7 +18,7 @@ from .progress import (
     SlowRiseDetector,
     VanishingGradientDetector,
 )
-from .spikes import CoSpikeDetector, GradientSpikeDetector, LossSpikeDetector
+from .spikes import GRADIENT_SPIKE_Z, CoSpikeDetector, GradientSpikeDetector, LossSpikeDetector
 from .trend import LogTrend, Reading, UsualSpikes
 
 
@@ -87,28 +87,25 @@ class DetectorPanel:
             )
         self.apply = frozenset(apply)
         self.loss_trend = LogTrend()
-        self._gradient_spike_z = config.gradient_spike_z
         self.reset_gradient_baseline()
-        self.loss_spike = LossSpikeDetector(config.loss_spike_z, factor=config.loss_spike_factor)
+        self.loss_spike = LossSpikeDetector(factor=config.loss_spike_factor)
         self.co_spike = CoSpikeDetector()
         self.gradient_spike = GradientSpikeDetector(
-            config.gradient_spike_z if "gradient_spike" in self.apply else math.inf,
+            GRADIENT_SPIKE_Z if "gradient_spike" in self.apply else math.inf,
             config.grad_explosion_threshold if "gradient_explosion" in self.apply else 0.0,
         )
         self.divergence = DivergenceDetector(
-            slack=config.divergence_slack,
-            limit=config.divergence_limit,
             vocabulary=vocabulary if "above_chance" in self.apply else None,
             patience=config.divergence_patience,
         )
-        self.vanishing = VanishingGradientDetector(steps=config.vanishing_gradient_steps)
-        self.dead_loss = DeadLossDetector(config.dead_loss_steps)
+        self.vanishing = VanishingGradientDetector()
+        self.dead_loss = DeadLossDetector()
         self.never_learned = None
         if vocabulary is not None and "never_learned" in self.apply:
             self.never_learned = NeverLearnedDetector(vocabulary)
-        self.plateau = PlateauDetector(config.plateau_window) if config.plateau_window else None
+        self.plateau = PlateauDetector()
         self.slow_rise = SlowRiseDetector()
-        self.overfitting = OverfittingDetector(config.overfitting_evaluations)
+        self.overfitting = OverfittingDetector()
         self.usual_spikes = UsualSpikes()
         self.signed_loss = False
         self.relearned = False
@@ -121,7 +118,7 @@ class DetectorPanel:
         self.gradient_trend = LogTrend(
             floor=_GRADIENT_FLOOR,
             early_floor=_EARLY_GRADIENT_FLOOR,
-            reject_above=self._gradient_spike_z,
+            reject_above=GRADIENT_SPIKE_Z,
             first=_FIRST_GRADIENTS,
             in_sums=False,
         )
@@ -237,7 +234,7 @@ class DetectorPanel:
             self.loss_trend.accept(reading, hold=self.divergence.suspicious)
         if "slow_rise" in self.apply and not self.divergence.alarmed:
             symptoms.append(self.slow_rise.observe(reading.step, reading.value))
-        if self.plateau is not None and "plateau" in self.apply:
+        if "plateau" in self.apply:
             symptoms.append(self.plateau.observe(reading.step, reading.value))
         return [symptom for symptom in symptoms if symptom is not None]
 
@@ -273,6 +270,6 @@ class DetectorPanel:
             "dead_loss": self.dead_loss,
             "overfitting": self.overfitting,
             "slow_rise": self.slow_rise,
+            "plateau": self.plateau,
         }
-        optional = {"plateau": self.plateau, "never_learned": self.never_learned}
-        return detectors | {name: detector for name, detector in optional.items() if detector is not None}
+        return detectors if self.never_learned is None else detectors | {"never_learned": self.never_learned}

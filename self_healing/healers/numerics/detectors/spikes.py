@@ -19,10 +19,14 @@ from .trend import LogTrend, Reading, UsualSpikes
 _IN_A_ROW = 2
 
 
+# Robust z-scores of the log loss, and of the log gradient norm, above which they are spikes.
+LOSS_SPIKE_Z, GRADIENT_SPIKE_Z = 8.0, 10.0
+
+
 class LossSpikeDetector:
     """Reports a loss far above its baseline."""
 
-    def __init__(self, threshold: float = 8.0, notice_threshold: float = 6.0, factor: float = 0.0) -> None:
+    def __init__(self, threshold: float = LOSS_SPIKE_Z, notice_threshold: float = 6.0, factor: float = 0.0) -> None:
         self.threshold = threshold
         self.notice_threshold = notice_threshold
         self.factor = factor
@@ -62,7 +66,7 @@ class LossSpikeDetector:
 class GradientSpikeDetector:
     """Reports a gradient norm far above its baseline, or above an absolute limit."""
 
-    def __init__(self, threshold: float = 10.0, explosion: float = 1e4) -> None:
+    def __init__(self, threshold: float = GRADIENT_SPIKE_Z, explosion: float = 1e4) -> None:
         self.threshold = threshold
         self.explosion = explosion
 
