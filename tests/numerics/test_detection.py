@@ -29,6 +29,7 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
+from self_healing.healers.numerics import clipping
 
 
 def of_kind(directory: Path, kind: str) -> list[dict[str, Any]]:
