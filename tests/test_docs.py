@@ -174,6 +174,7 @@ def test_settings_that_are_named_exist() -> None:
         "snapshot_refused",
     }
     known |= {"learning_rate_scale", "snapshots_off", "healing_off", "resume_with", "resume_from_checkpoint"}
+    known |= {"grad_accum_dtype"}
     known |= set(KINDS) | set(dir(TrainerCallback)) | set(StepRow._fields)
     for page in PAGES:
         for word in re.findall(r"`(?:--no_)?([a-z]+(?:_[a-z]+)+)(?:=[^`]*)?`", page.read_text(encoding="utf-8")):

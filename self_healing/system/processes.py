@@ -16,26 +16,26 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
-import torch.distributed as dist
-from accelerate.state import AcceleratorState
 
 from ..config.healing_config import HealingConfig
 
 
 def world_size() -> int:
     """Number of processes that train together."""
-    world = dist.group.WORLD if dist.is_available() else None
+    # Commands that only read files do not wait for torch: where nobody has imported it, nobody trains.
+    dist, accelerate = sys.modules.get("torch.distributed"), sys.modules.get("accelerate.state")
+    world = dist.group.WORLD if dist is not None and dist.is_available() else None
     if world is None:
         return 1
     # A program may have made a group for something else, of processes each of which trains by itself. A new
     # AcceleratorState, to ask that of, would read the environment, several times a step.
-    by_itself = AcceleratorState._shared_state.get("num_processes") == 1
+    by_itself = accelerate is not None and accelerate.AcceleratorState._shared_state.get("num_processes") == 1
     return 1 if by_itself else int(world.size())
 
 
 def own_rank() -> int:
     """Number of this process among them."""
-    return dist.get_rank() if world_size() > 1 else 0
+    return int(sys.modules["torch.distributed"].get_rank()) if world_size() > 1 else 0
 
 
 def is_first_rank() -> bool:

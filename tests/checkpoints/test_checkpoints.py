@@ -180,20 +180,6 @@ def test_true_without_any_is_an_error_that_says_what_to_do(tmp_path: Path, token
     assert healer.trainer.state.global_step == 0
 
 
-def test_true_begins_anew_where_a_run_has_never_finished_a_checkpoint(
-    run: Path, tokenizer: Any, anew: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
-    later(run, tokenizer).train()
-    for folder in ("checkpoint-4", "checkpoint-6", "last-known-good"):
-        shutil.rmtree(run / folder, ignore_errors=True)
-    damage(run / "checkpoint-2", "no state")
-    (run / "checkpoint-2" / "healing.json").unlink(missing_ok=True)
-    healer = later(run, tokenizer)
-    healer.train(resume_from_checkpoint=True)
-    assert_same_weights(weights(healer.trainer), anew)
-    assert f"No checkpoint in {run} can be resumed from; the run starts anew." in caplog.messages
-
-
 def test_true_with_none_that_is_usable_names_each_with_its_reason(run: Path, tokenizer: Any) -> None:
     names = ["NaN weight", "truncated weights", "no schedule"]
     for step, name in zip((2, 4, 6), names, strict=True):

@@ -529,7 +529,7 @@ def test_by_hand_somebody_is_told_that_the_newest_checkpoint_is_of_another_run(
     SelfHealingTrainer(build()).train()
     with pytest.raises(ValueError, match="a bug"):
         SelfHealingTrainer(build(Bug())).train()
-    shutil.rmtree(tmp_path / "run" / "emergency")
+    shutil.rmtree(json.loads((tmp_path / "run" / "postmortem.json").read_text())["emergency_checkpoint"])
     SelfHealingTrainer(build()).train(resume_from_checkpoint=True)
     assert "not of the run that was last trained there" in caplog.text
 

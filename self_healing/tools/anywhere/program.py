@@ -25,7 +25,8 @@ sys.path[:] = [each for each in sys.path if each]
 hooked = any(type(each).__module__ == "_self_healing_hook" for each in sys.meta_path)
 import importlib.util, os
 spec = importlib.util.find_spec("self_healing")
-ours = spec is not None and spec.origin and os.path.isdir(os.path.join(os.path.dirname(spec.origin), "anywhere"))
+home = os.path.dirname(spec.origin) if spec is not None and spec.origin else ""
+ours = os.path.isdir(os.path.join(home, "tools", "anywhere"))
 print("hooked" if hooked else "deaf", "found" if ours else "missing")
 """
 
