@@ -45,6 +45,7 @@ from rich.table import Table
 
 import self_healing
 from self_healing import StepSignals
+from self_healing.healers.numerics.detectors.divergence import DivergenceDetector
 from self_healing.healers.numerics.detectors.panel import DetectorPanel
 from self_healing.healers.numerics.detectors.spikes import NonFiniteDetector
 from self_healing.hf.objective import objective_named
@@ -248,7 +249,9 @@ class Ours:
         self.panel.loss_spike.threshold *= factor
         self.panel.gradient_spike.threshold *= factor
         self.panel.gradient_trend.reject_above *= factor
-        self.panel.divergence.limit *= factor
+        self.panel.divergence = DivergenceDetector(
+            limit=11.0 * factor, vocabulary=32_000 if "above_chance" in self.panel.apply else None
+        )
         self.panel.co_spike.threshold *= factor
         self.nonfinite = NonFiniteDetector()
         self.rises = 0

@@ -7,8 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..failures.classify import describe_exception
-
 
 # ---- objectives ----
 
@@ -92,6 +90,9 @@ def objective_of(trainer: Any) -> Objective:
 
 def what_is_trained(trainer: Any, error: BaseException | None) -> str:
     """Says it for the table of known errors, with the columns that the Trainer takes away if an error misses one."""
+    # Commands that read the rules, which name objectives, do not wait for torch.
+    from ..failures.classify import describe_exception
+
     taken = set[str]()
     with suppress(Exception):
         if error is not None and trainer.args.remove_unused_columns and "KeyError" in describe_exception(error):
