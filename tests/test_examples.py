@@ -73,7 +73,7 @@ def test_sft_with_model_and_dataset_by_name_and_lora(
     sft(
         *("--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(tmp_path / "data")),
         *("--output_dir", str(tmp_path / "run"), "--max_steps", "2", "--eval_strategy", "steps", "--eval_steps", "1"),
-        *("--use_peft", "--lora_r", "4", "--no_drop_poison_rows"),
+        *("--use_peft", "--lora_r", "4", "--no_snapshots"),
     )
     assert "Nothing had to be healed." in capsys.readouterr().out
     assert (tmp_path / "run" / "adapter_model.safetensors").is_file()

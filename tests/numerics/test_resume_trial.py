@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from self_healing import (
     UnrecoverableTrainingError,
 )
 from self_healing.checkpoints.marker import load_marker, standing_of, write_marker
+from self_healing.healers.numerics.detectors import panel
+from self_healing.healers.numerics.detectors.progress import VanishingGradientDetector
 
 
 STEPS = {"max_steps": 16, "save_strategy": "steps", "save_steps": 4}
@@ -86,8 +89,13 @@ DAMAGES = [damage_weights, damage_a_weight_whose_output_is_normalised, damage_mo
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_checkpoint_is_left_for_the_one_before_it(
-    whole: Any, run_dir: Path, tokenizer: Any, damage: Callable[[Path], None]
+    whole: Any,
+    run_dir: Path,
+    tokenizer: Any,
+    damage: Callable[[Path], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(panel, "VanishingGradientDetector", partial(VanishingGradientDetector, steps=3))
     damage(run_dir / "checkpoint-12")
     resumed = sft_trainer(run_dir, tokenizer, **STEPS)
     SelfHealingTrainer(resumed, HealingConfig()).train(resume_from_checkpoint="auto")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,6 +37,8 @@ from self_healing import (
     find_trusted_checkpoint,
 )
 from self_healing.checkpoints.choice import vet_all
+from self_healing.healers.numerics.detectors import panel
+from self_healing.healers.numerics.detectors.progress import DeadLossDetector, VanishingGradientDetector
 
 
 def scrambled_layer(model: Any) -> None:
@@ -343,9 +346,10 @@ class TestStructuralFailure:
 
 class TestDeadWeights:
     def test_without_a_gradient_are_rolled_back_if_trusted_ones_have_one(
-        self, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+        self, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         caplog.set_level("INFO", "self_healing")
+        monkeypatch.setattr(panel, "VanishingGradientDetector", partial(VanishingGradientDetector, steps=5))
 
         def out_of_reach(model: Any) -> None:
             # The final norm's output no longer depends on anything: the loss is that of chance, and stays there.
@@ -355,7 +359,7 @@ class TestDeadWeights:
         fault = WeightFault(out_of_reach, 5)
         config = HealingConfig(on_spike="warn")
         trainer = sft_trainer(
-            tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), fault], max_steps=45, optim="sgd"
+            tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), fault], max_steps=30, optim="sgd"
         )
         trainer.train()
 
@@ -442,9 +446,11 @@ class TestLearningRateFarTooHigh:
 
 class TestEverythingLearned:
     def test_has_no_gradient_either_and_is_not_undone(
-        self, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+        self, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         caplog.set_level("INFO", "self_healing")
+        monkeypatch.setattr(panel, "VanishingGradientDetector", partial(VanishingGradientDetector, steps=5))
+        monkeypatch.setattr(panel, "DeadLossDetector", partial(DeadLossDetector, 100))
 
         def hinged(directory: Path, callbacks: Any = None) -> Any:
             arguments = {"max_steps": 25, "learning_rate": 1e-2, "gradient_accumulation_steps": 1}
@@ -455,8 +461,7 @@ class TestEverythingLearned:
             return trainer
 
         plain = hinged(Path("plain"))
-        config = HealingConfig(on_red_flag="warn")
-        healed = hinged(Path("healed"), [SelfHealingCallback(config)])
+        healed = hinged(Path("healed"), [SelfHealingCallback()])
 
         (detected,) = journal(tmp_path / "healed", "detected")
         assert detected["symptom"] == "vanishing_gradient"
