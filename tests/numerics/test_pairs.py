@@ -162,12 +162,12 @@ MOMENTS: dict[str, list[tuple[str, int]]] = {
     "looking for the row": [("forward", nth) for nth in (1, 2, 3, 5, 7)] + [("file", 1), ("file", 2)],
     "splitting a batch": [("forward", nth) for nth in (1, 2, 3, 4)] + [("file", 1), ("file", 2)],
     "going back": [("forward", nth) for nth in (1, 2, 3, 4, 5, 6, 7)] + [("file", 1), ("file", 2), ("file", 3)],
-    "an emergency checkpoint": [("file", nth) for nth in range(1, 23)],
+    "an emergency checkpoint": [("file", nth) for nth in range(1, 15)],
     "entering again": [("load", nth) for nth in range(1, 7)]
     + [("forward", 1)]
-    + [("file", nth) for nth in (23, 26, 29)],
+    + [("file", nth) for nth in (15, 18, 21)],
 }
-QUICK_KILLS = [("going back", "forward", 5), ("an emergency checkpoint", "file", 15)]
+QUICK_KILLS = [("going back", "forward", 5), ("an emergency checkpoint", "file", 12)]
 
 
 def kills() -> list[Any]:
