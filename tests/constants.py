@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from self_healing.failures import retry
+from self_healing.healers import train_begin_end
 from self_healing.healers.hangs import watchdog
 from self_healing.healers.numerics import learning_rate
 from self_healing.healers.oom import sizes
@@ -22,7 +23,7 @@ READ_IN: dict[str, tuple[Any, ...]] = {
     "LONGEST_CALL": (retry,),
     "OUTCOME_STEPS": (incidents,),
     "PROBE_STEPS": (sizes,),
-    "REFUND_STEPS": (run, learning_rate),
+    "REFUND_STEPS": (run, learning_rate, train_begin_end),
 }
 
 

@@ -124,7 +124,7 @@ MEASURED = re.compile(r"pid|host|bytes|memory|seconds|time|version|hash|share|wa
 IN_TEXT = (
     (re.compile(r"waits at .*"), "waits at <place>"),
     (re.compile(r"\b\d{8}-\d{6}[-\w]*|\b[0-9a-f]{8,}\b"), "<id>"),
-    (re.compile(r"\d+ bytes, its header says \d+"), "<bytes>"),
+    (re.compile(r"\d+ bytes, the marker healing.json says \d+"), "<bytes>"),
     (re.compile(r"-?\d+\.\d+(e[-+]?\d+)?|\b\d+e[-+]?\d+"), "<number>"),
 )
 
