@@ -28,14 +28,13 @@ from rich.markup import escape
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from ...config.healing_config import HealingConfig
-from ...journal.incident import Incident, headline
-from ...report.healing_report import HealingReport
-from ...trainer import SelfHealingTrainer
-from ..chaos.callback import Chaos
-from ..chaos.faults import Fault, Ledger
-from ..chaos.rehearsal import Survival, survived
-from .model import (
+from self_healing.config.healing_config import HealingConfig
+from self_healing.journal.incident import Incident, headline
+from self_healing.report.healing_report import HealingReport
+from self_healing.tools.chaos.callback import Chaos
+from self_healing.tools.chaos.faults import Fault, Ledger
+from self_healing.tools.chaos.rehearsal import Survival, survived
+from self_healing.tools.demo.model import (
     BROKEN_CHARACTER,
     TINY,
     TINY_LEARNING_RATE,
@@ -45,6 +44,7 @@ from .model import (
     tiny,
     train_tokenizer,
 )
+from self_healing.trainer import SelfHealingTrainer
 
 
 # What strikes, a quarter of the run apart, in words.
