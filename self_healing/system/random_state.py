@@ -72,11 +72,6 @@ class RandomState:
         kept = self.numpy[_HAS_GAUSS] or self._kept_put_back != RandomState._kept_put_back_so_far
         return words is not None and words == self._numpy_words and not kept
 
-    def is_at(self, other: RandomState) -> bool:
-        """Whether torch would draw the same numbers next."""
-        mine, theirs = ([each.cpu, *each.devices] for each in (self, other))
-        return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
-
     def restore(self) -> None:
         """Sets all generators to the captured states."""
         random.setstate(self.python)

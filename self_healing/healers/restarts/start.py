@@ -42,8 +42,6 @@ from .shared_memory import MemoryStart, SharedStep, newest_beyond, open_in_memor
 
 logger = logging.getLogger("self_healing")
 
-# A clock that is read from two files, in whole seconds.
-_CLOCK_SLACK = 2.0
 # Endings after which a person looks at the run before it is started by hand, and not a launcher.
 _LOOKED_AT = frozenset({Ending.FAILED, Ending.GAVE_UP, Ending.INTERRUPTED})
 
