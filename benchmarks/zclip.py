@@ -28,7 +28,8 @@ kind. `--mild` is the other half: the betas of the Trainer, few rows to a step, 
 ends more than `UNSTABLE` nats of held-out loss above the best one.
 
 The loop is plain torch, because so small a step would be lost in a trainer's own work; the clipping is that of
-`self_healing.clipping`. Reported are the held-out loss at the end and the spike scores of loss and gradient norm.
+`self_healing.healers.numerics.clipping`. Reported are the held-out loss at the end and the spike scores of loss and
+gradient norm.
 OLMo 2 (arXiv:2501.00656, section 3) defines the spike score as the share of values that are at least seven standard
 deviations away from the average of the last 1,000 values. Here only values above the average count, the value itself
 is not in its average, and where there are less than 1,000 values before it, those there are; the first 25 are not

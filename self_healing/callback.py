@@ -16,9 +16,12 @@ from .checkpoints.marker import healing_state_of
 from .config.healing_config import HealingConfig, as_config
 from .config.schema import ConfigurationError
 from .failures.recipes import Action, HealingFailed, TrainingFault, UnrecoverableTrainingError
-from .healers.assembly import Run, assemble
+from .healers.assembly import assemble, state_of
 from .healers.numerics.detectors.rules import MetricRule, load_rules
+from .healers.numerics.state import NumericsState
+from .healers.restarts.attempts import Attempts
 from .healers.restarts.ending import ending_the_job
+from .healers.restarts.preemption import Departure
 from .healers.restarts.start import is_off, tell_of_unfinished
 from .healers.train_begin_end import (
     Entry,
@@ -37,6 +40,7 @@ from .journal.incident import Incident
 from .journal.terminal import speaking_of
 from .ranks.votes import meet
 from .run.healer import HealingContext
+from .run.run import Run
 from .system import processes
 from .system.files import hide_from_uploads, own_patterns
 from .system.processes import log_safely
@@ -98,7 +102,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if self.run is None:
             return self._saved_state
         try:
-            return self.run.state_dict()
+            return state_of(self.run)
         except Exception:
             # Called by the Trainer in the middle of a save.
             text = "What healing has learned could not be put into the checkpoint, which is good without it."
@@ -152,7 +156,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             logger.error("self_healing could not attach; training goes on without it.", exc_info=error)
             self._detach()
             if self.run is not None:
-                self.run.context.attachment.broken = True
+                self.run.broken = True
         finally:
             if self.run is not None:
                 pause_speaking(self.run)
@@ -162,10 +166,10 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     def _attach(self, trainer: Any, state: Any, resumed_from: str | None) -> None:
         args = trainer.args
         adopted: Run | None = getattr(trainer, _RUN_ATTRIBUTE, None)
-        if self.run is not None and self.run.instrument is not None:
+        if self.run is not None and self.run.attached is not None:
             with speaking_of(args):
-                _warn_about_the_run_it_leaves(self.run.instrument, trainer)
-            self.run.instrument.detach()
+                _warn_about_the_run_it_leaves(self.run.attached, trainer)
+            self.run.attached.detach()
         if self._is_second(trainer):
             with speaking_of(args):
                 logger.warning(
@@ -186,22 +190,22 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             run_id=begin_run(args),
             device=args.device,
         )
-        if self.config != run.context.config:
+        if self.config != run.config:
             # restore_callback_states_from_checkpoint=True has built this object from a checkpoint.
-            self.reconfigure(run.context.config)
+            self.reconfigure(run.config)
         if adopted is None:
             start_speaking(run, args.process_index)
             if resumed_from is None and args.process_index == 0:
                 tell_of_unfinished(str(args.output_dir), wrapped=False)
         run.journal.notify = lambda incident: self._tell_callbacks(trainer, incident)
         self._hide_own_files(args)
-        before = run.instrument
+        before = run.attached
         moved = before.optimizer_step.weights_moved if before is not None else int(state.global_step) > 0
         entry = Entry(run, trainer, moved)
         entry.begin(self._rules, resumed_from, self._state_of(state), wrapped=adopted is not None)
         entry.attach(wrapped=adopted is not None)
         entry.go_on(resumed_from)
-        if run.attempts.in_first_entry:
+        if run.part(Attempts).in_first_entry:
             tell_start(run, entry.instrument, wrapped=adopted is not None)
         if adopted is None and args.auto_find_batch_size:
             logger.warning(
@@ -226,9 +230,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         run, left_by = self.run, None
-        if run is None or run.instrument is None:
+        if run is None or run.attached is None:
             return
-        instrument = run.instrument
+        instrument = run.attached
         failsafe = instrument.failsafe
         try:
             if not run.broken and instrument.attached:
@@ -245,8 +249,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             stop_speaking(run, left_by)
 
     def _detach(self) -> None:
-        if self.run is not None and self.run.instrument is not None:
-            self.run.instrument.detach()
+        if self.run is not None and self.run.attached is not None:
+            self.run.attached.detach()
         if self.run is not None:
             stop_speaking(self.run, sys.exception())
 
@@ -255,8 +259,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         """The instrument of the running `train()` call, unless we have switched ourselves off."""
         if self.run is None:
             return None
-        attachment = self.run.context.attachment
-        return None if attachment.broken else attachment.instrument
+        return None if self.run.broken else self.run.attached
 
     # ---- one optimizer step ----
 
@@ -274,7 +277,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             instrument.step_begins()
             states, failsafe, step = run.rollback.states, instrument.failsafe, int(state.global_step)
             with failsafe.contained(), failsafe.together():
-                if states.step_begins(step, run.numerics.calm):
+                if states.step_begins(step, run.part(NumericsState).calm):
                     states.take_snapshot(step)
 
     def on_pre_optimizer_step(
@@ -287,14 +290,17 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         run, instrument = self.run, self._instrument
-        if run is not None and run.attempts.status is not None:
-            run.attempts.status.note_step(int(state.global_step))
-        if run is None or instrument is None:
+        if run is None:
             return
-        if run.attempts.record is not None:
-            run.attempts.record.note_step(int(state.global_step))
-        if instrument.leaving.leaves(run.departure.asked):
-            run.departure.begin(instrument.leaving.wishes)
+        attempts, step = run.part(Attempts), int(state.global_step)
+        if attempts.status is not None:
+            attempts.status.note_step(step)
+        if instrument is None:
+            return
+        if attempts.record is not None:
+            attempts.record.note_step(step)
+        if instrument.leaving.leaves(run.part(Departure).asked):
+            run.part(Departure).begin(instrument.leaving.wishes)
             # Saved now, whatever the schedule of checkpoints is; there is no time for an evaluation.
             control.should_save = control.should_training_stop = True
             if control.should_evaluate:
@@ -314,7 +320,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         run, instrument = self.run, self._instrument
         if run is not None and instrument is not None and instrument.attached and logs:
             with instrument.failsafe.contained():
-                run.context.attachment.healers.read_logs(int(state.global_step), logs)
+                run.healers.read_logs(int(state.global_step), logs)
 
     # ---- checkpoints and callbacks ----
 
@@ -445,5 +451,5 @@ class HealingActions:
         if run is None:
             raise RuntimeError("the callback is not attached to a running trainer")
         if context.instrument is None:
-            context.instrument = run.instrument
-        return run.context.remedies.apply(actions, context, training_args)
+            context.instrument = run.attached
+        return run.remedies.apply(actions, context, training_args)

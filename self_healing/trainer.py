@@ -30,18 +30,23 @@ from .failures.recipes import (
     UnrecoverableTrainingError,
     text_of,
 )
-from .healers.assembly import Run, assemble
+from .healers.assembly import assemble
 from .healers.dry_run import DryRunReport, dry_run
+from .healers.hangs.healer import HangWatch
+from .healers.numerics.state import NumericsState
 from .healers.oom.healer import MemoryOutsideOfModel
-from .healers.restarts.attempts import go_on_from_disk, take_up
+from .healers.restarts.attempts import Attempts, go_on_from_disk, take_up
 from .healers.restarts.emergency import publish, save_emergency_checkpoint
 from .healers.restarts.ending import (
+    RunEnding,
     ending_the_job,
     leave_lost_device,
     leave_snapshots,
     let_snapshots_outlive,
     write_down_lost_device,
 )
+from .healers.restarts.preemption import Departure
+from .healers.restarts.shared_memory import LastStep
 from .healers.restarts.start import (
     Start,
     find_start,
@@ -67,6 +72,7 @@ from .report.output import ClosingReport
 from .rollback.shared_memory import StateUnusable
 from .run.healer import Claim, HealingContext, claim_by_recipe
 from .run.record import RunRecord
+from .run.run import Run
 from .system import processes
 from .system.processes import log_safely
 from .system.random_state import RandomState
@@ -199,38 +205,38 @@ class SelfHealingTrainer:
             run, start = self._open_run(requested)
         left_by: BaseException | None = None
         theirs = args.eval_on_start, args.ignore_data_skip
-        reporting = Reporting(run.context)
-        closing = ClosingReport(run.context)
+        reporting = Reporting(run)
+        closing = ClosingReport(run)
         guard = ReportingGuard(self.trainer, reporting, closing.before_closing)
         try:
             # First: from here on the others learn in seconds of what ends this rank.
-            _contained(run.hangs.listen)
+            _contained(run.part(HangWatch).listen)
             guard.attach()
-            take_up(run.context, run.attempts, start)
+            take_up(run, run.part(Attempts), start)
             adopt_run(self.trainer, run)
             if self.config.on_preemption == "save":
-                run.departure.preemption.listen()
+                run.part(Departure).preemption.listen()
             output = self._enter_until_done(Recovery(self.trainer, run), start.checkpoint, kwargs)
-            if run.departure.begun and not self._at_the_end():
-                run.departure.leave(int(self.trainer.state.global_step), self.trainer.args.output_dir)
+            if run.part(Departure).begun and not self._at_the_end():
+                run.part(Departure).leave(int(self.trainer.state.global_step), self.trainer.args.output_dir)
         except BaseException as error:
             left_by = error
-            run.hangs.left_by(error)
-            run.ending.note_exception(error)
+            run.part(HangWatch).left_by(error)
+            run.part(RunEnding).note_exception(error)
             raise
         else:
-            run.ending.finish()
+            run.part(RunEnding).finish()
         finally:
             args.eval_on_start, args.ignore_data_skip = theirs
             for leave in (
                 partial(adopt_run, self.trainer, None),
-                run.departure.preemption.release,
+                run.part(Departure).preemption.release,
                 partial(self._let_go, run),
-                partial(leave_snapshots, run.context, run.attempts, run.rollback, args),
+                partial(leave_snapshots, run, run.part(Attempts), run.rollback, args),
                 partial(self._release_states, run),
                 guard.detach,
                 partial(reporting.sum_up, int(self.trainer.state.global_step)),
-                run.hangs.close,
+                run.part(HangWatch).close,
                 closing.write,
                 partial(tell_end, run, left_by),
             ):
@@ -264,12 +270,12 @@ class SelfHealingTrainer:
             may_enter_again=processes.world_size() == 1,
             device=args.device,
         )
-        run.context.attachment.trainer = self.trainer
-        record = start.record or RunRecord(Path(args.output_dir), run.context.run_id, kept=not start.beside)
-        run.attempts.rows = rows_per_step(self.trainer)
-        run.attempts.keep(record, taken_up=start.record is not None)
-        run.attempts.memory = start.memory
-        _contained(partial(let_snapshots_outlive, run.context, run.attempts, run.rollback, self.trainer))
+        run.trainer = self.trainer
+        record = start.record or RunRecord(Path(args.output_dir), run.run_id, kept=not start.beside)
+        run.part(Attempts).rows = rows_per_step(self.trainer)
+        run.part(Attempts).keep(record, taken_up=start.record is not None)
+        run.part(Attempts).memory = start.memory
+        _contained(partial(let_snapshots_outlive, run, run.part(Attempts), run.rollback, self.trainer))
         if args.process_index == 0:
             note_start(run.journal, start, args.output_dir)
         return run, start
@@ -314,13 +320,13 @@ class SelfHealingTrainer:
             resume_from = entry.resume_from
             # Samplers and their seeds are made again on entry, some from the global generators.
             entry_rng.restore()
-            if recovery.run.attempts.resume_point is not None:
+            if recovery.run.part(Attempts).resume_point is not None:
                 # Evaluated at the start it has, or the resume point owes it; and what was trained on is skipped.
                 self.trainer.args.eval_on_start = self.trainer.args.ignore_data_skip = False
 
     def _start_from_disk(self, run: Run, error: StateUnusable) -> str | None:
         """Goes on from disk where a state in shared memory turned out not to fit the trainer, on all ranks."""
-        run_id, args = run.context.run_id, self.trainer.args
+        run_id, args = run.run_id, self.trainer.args
 
         def look() -> tuple[str | None, str | None]:
             newest = newest_checkpoint_of(run_id, args.output_dir)
@@ -330,7 +336,7 @@ class SelfHealingTrainer:
         if refusal is not None:
             raise CheckpointError(refusal) from error
         have_engine_made_again(self.trainer)
-        go_on_from_disk(run.context, run.attempts, checkpoint, error)
+        go_on_from_disk(run, run.part(Attempts), checkpoint, error)
         return checkpoint
 
     def _enter(self, **kwargs: Any) -> TrainOutput:
@@ -341,7 +347,7 @@ class SelfHealingTrainer:
     def _resuming(self, resume: Any) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             run = self._run
-            memory = None if run is None else run.attempts.memory
+            memory = None if run is None else run.part(Attempts).memory
             if run is not None and memory is not None and memory.checkpoint == resume:
                 stack.enter_context(memory.loading(self.trainer, partial(note_memory_start, run.journal)))
             if resume:
@@ -354,15 +360,15 @@ class SelfHealingTrainer:
 
     def _let_go(self, run: Run) -> None:
         """The trainer is itself again, and nothing holds on to the failed step."""
-        if run.instrument is not None:
-            run.instrument.detach()
-            if run.context.attachment.device_lost:
+        if run.attached is not None:
+            run.attached.detach()
+            if run.device_lost:
                 return
-            run.instrument.reentry.release()
-            run.context.attachment.instrument = None
+            run.attached.reentry.release()
+            run.attached = None
 
     def _release_states(self, run: Run) -> None:
-        if not run.context.attachment.device_lost:
+        if not run.device_lost:
             run.rollback.release()
 
     def _switch_off_auto_find_batch_size(self) -> None:
@@ -429,14 +435,14 @@ class SelfHealingTrainer:
         """Reports the last run of the trainer, whichever way its `train()` was called; else those on the disk."""
         callback = self._find_callback()
         runs = [self._run, None if callback is None else callback.run]
-        run = max((each for each in runs if each is not None), key=lambda each: each.context.started_at, default=None)
+        run = max((each for each in runs if each is not None), key=lambda each: each.started_at, default=None)
         if run is None:
             try:
                 return HealingReport.from_run_dir(self.config.healing_dir or self.trainer.args.output_dir)
             except (OSError, ValueError):
                 return HealingReport()
         return HealingReport.from_incidents(
-            run.journal.of_all_ranks, str(run.journal.path), run.numerics.rate_in_force()
+            run.journal.of_all_ranks, str(run.journal.path), run.part(NumericsState).rate_in_force()
         )
 
 
@@ -470,9 +476,9 @@ class Recovery:
         # What ends the run if it cannot go on; an entry that fails before its first batch does not replace it.
         self.cause: BaseException | None = None
         self._trainer = trainer
-        self._config = run.context.config
-        self._ending = run.ending
-        self._outside_of_model = MemoryOutsideOfModel(run.context, trainer)
+        self._config = run.config
+        self._ending = run.part(RunEnding)
+        self._outside_of_model = MemoryOutsideOfModel(run, trainer)
         self._entered_in_vain = False
         self._can_enter_again = can_be_entered_again(trainer)
 
@@ -506,13 +512,26 @@ class Recovery:
         """Does what comes before `train()` is entered again, with the trainer given back: waits, and tells of it."""
         run, incident = self.run, entry.incident
         if incident.failure is FailureType.DAMAGED_CHECKPOINT:
-            run.start_over(entry.resume_from, step_of(entry.resume_from, default=0))
-        opened = run.context.dealing_with(incident)
+            self._start_over(entry.resume_from, step_of(entry.resume_from, default=0))
+        opened = run.dealing_with(incident)
         if entry.wait:
-            run.context.remedies.apply(Action.WAIT_AND_RESUME, HealingContext(incident), self._trainer.args)
-            if run.departure.asked:
-                run.departure.leave(self._step, self._output_dir)
+            run.remedies.apply(Action.WAIT_AND_RESUME, HealingContext(incident), self._trainer.args)
+            if run.part(Departure).asked:
+                run.part(Departure).leave(self._step, self._output_dir)
         opened.done()
+
+    def _start_over(self, checkpoint: str, step: int) -> None:
+        """
+        Forgets what was learned from the damaged checkpoint that was resumed from; it is read from an older one when
+        `train()` is entered the next time, as a new process would.
+        """
+        run = self.run
+        run.outcomes.nothing_lost_since(step)
+        run.rollback.start_over()
+        run.part(NumericsState).forget()
+        run.outcomes.trust_again()
+        run.stop_incident = None
+        run.part(Attempts).begin_from_older(checkpoint, step)
 
     # ---- whose it is, and what cures it ----
 
@@ -559,7 +578,7 @@ class Recovery:
             return None
         if point is None and not unmoved:
             self._stop(incident, failure, error, point, "there is no state to resume from")
-        if not self.run.context.budget.spend(step):
+        if not self.run.budget.spend(step):
             why = f"the budget of {self._config.max_recovery_attempts} attempts without progress is spent"
             self._stop(incident, failure, error, point, why)
         incident.steps_repeated = 0 if unmoved else max(step - step_of(point, default=step), 0)
@@ -569,12 +588,12 @@ class Recovery:
 
     def _leave_last_step(self) -> None:
         """The job ends, and is perhaps started again: each of its ranks then goes on from what it has left."""
-        if self.run.instrument is not None:
-            self.run.last_step.leave(self.run.instrument)
+        if self.run.attached is not None:
+            self.run.part(LastStep).leave(self.run.attached)
 
     def _first_claim(self, error: BaseException) -> Claim | None:
         """Asks those inside `train()` in a fixed order; what else one of them was waiting for has not come."""
-        claim, *others = [*self.run.context.attachment.healers.claims(error), None]
+        claim, *others = [*self.run.healers.claims(error), None]
         for other in others:
             if other is not None:
                 self.run.journal.closed(other.incident, "unresolved")
@@ -592,9 +611,9 @@ class Recovery:
     def _carry_out(self, claim: Claim, point: Any) -> None:
         """Does what does not have to wait until the exception, and with it the failed step, is gone."""
         incident, run = claim.incident, self.run
-        if claim.remedy is Action.REDUCE_BATCH_SIZE and run.instrument is not None:
-            context = HealingContext(incident, run.instrument, batch=claim.batch)
-            run.context.remedies.apply(Action.REDUCE_BATCH_SIZE, context, self._trainer.args)
+        if claim.remedy is Action.REDUCE_BATCH_SIZE and run.attached is not None:
+            context = HealingContext(incident, run.attached, batch=claim.batch)
+            run.remedies.apply(Action.REDUCE_BATCH_SIZE, context, self._trainer.args)
         if claim.remedy is Action.RESUME:
             run.journal.acted(incident, Action.RESUME.value, checkpoint=point)
 
@@ -602,7 +621,7 @@ class Recovery:
         self, incident: Incident, error: BaseException, failure: FailureType, resume_from: Any
     ) -> tuple[Any, bool]:
         """Finds where to enter again, and whether that is where this entry began."""
-        run, instrument = self.run, self.run.instrument
+        run, instrument = self.run, self.run.attached
         if instrument is None:
             # Before our on_train_begin: nothing has moved, the same call can be made again.
             return resume_from, True
@@ -611,22 +630,22 @@ class Recovery:
             instrument.reentry.rewind_to_last_step()
             return resume_from, unmoved
         context = HealingContext(incident, instrument, error=error)
-        saved = run.context.remedies.apply(Action.EMERGENCY_CHECKPOINT, context, self._trainer.args)
+        saved = run.remedies.apply(Action.EMERGENCY_CHECKPOINT, context, self._trainer.args)
         if saved["checkpoint"] is None and not unmoved:
-            return newest_checkpoint_of(run.context.run_id, self._output_dir) or run.attempts.first_resume, False
+            return newest_checkpoint_of(run.run_id, self._output_dir) or run.part(Attempts).first_resume, False
         return saved["checkpoint"], unmoved
 
     @property
     def _trained_again(self) -> bool:
         """Whether this entry has come as far as the data, so that what it is left by is a failure of its own."""
         run = self.run
-        return run.broken or (run.instrument is not None and run.instrument.reentry.has_fetched)
+        return run.broken or (run.attached is not None and run.attached.reentry.has_fetched)
 
     # ---- the run ends ----
 
     def _stop(self, incident: Incident, failure: FailureType, error: BaseException, point: Any, why: str) -> NoReturn:
         advice = self._ending.stop_for_exception(incident, failure, error, point)
-        path = self.run.attempts.postmortem
+        path = self.run.part(Attempts).postmortem
         raise UnrecoverableTrainingError(
             f"Training stopped at step {self._step}: {describe_exception(error)}; {why}. "
             f"What to do: {advice} Postmortem: {path or 'could not be written'}.",
@@ -643,17 +662,17 @@ class Recovery:
     def _leave_unfinished_step(self, error: BaseException) -> NoReturn:
         """Leaves with the state before the step, which would have taken too long."""
         run, path = self.run, None
-        if run.instrument is not None and processes.world_size() == 1:
+        if run.attached is not None and processes.world_size() == 1:
             try:
                 point = save_emergency_checkpoint(
-                    run.instrument,
-                    run.context.run_id,
-                    later=run.context.checksums,
+                    run.attached,
+                    run.run_id,
+                    later=run.checksums,
                 )
                 path = None if point is None else publish(point.path, self._output_dir)
             except Exception:
                 logger.warning("The state before the interrupted step could not be saved.", exc_info=error)
-        run.departure.leave(self._step, self._output_dir, path)
+        run.part(Departure).leave(self._step, self._output_dir, path)
 
     @property
     def _step(self) -> int:

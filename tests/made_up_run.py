@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,15 +9,15 @@ from typing import Any
 
 import torch
 
-from self_healing import Action, HealingConfig, UnrecoverableTrainingError
+from self_healing import Action, HealingConfig, Incident, UnrecoverableTrainingError
 from self_healing.healers.numerics.detectors.panel import DetectorPanel
 from self_healing.healers.numerics.state import NumericsState
 from self_healing.hf.hooks import Failsafe, Hooks
 from self_healing.hf.patching import Replacements
 from self_healing.journal.journal import Journal
-from self_healing.run.healer import HealingContext
+from self_healing.run.healer import Healers, HealingContext
 from self_healing.run.incidents import Outcomes
-from self_healing.run.run import Attachment, News, RecoveryBudget, RunContext, StopRequest
+from self_healing.run.run import News, RecoveryBudget, Run
 
 
 class MadeUpWindow:
@@ -78,8 +77,8 @@ class MadeUpRun:
         self.directory = directory
         self.journal = Journal(directory, self.config, "made-up")
         self.budget = RecoveryBudget(self.config)
-        self.outcomes = Outcomes(self.journal, lambda: self.numerics.detector.trend(), lambda: math.inf)
-        self.numerics = NumericsState(self.config, self.journal, self.budget, self.outcomes)
+        self.outcomes = Outcomes(self.journal)
+        self.numerics = NumericsState(self)  # type: ignore[arg-type]
         self.numerics.panel = DetectorPanel(self.config)
         self.rollback = MadeUpRollback()
         self.remedies = self.actions = MadeUpActions(self)
@@ -112,17 +111,21 @@ class MadeUpRun:
             trainer=trainer,
             failsafe=Failsafe(trainer, Hooks(), Replacements(), lambda: None),
         )
-        self.stop = StopRequest()
+        self.attached = self.instrument
+        self.healers = Healers(())
+        self.stop_incident: Incident | None = None
         self.news = News()
-        self.attachment = Attachment()
         self.may_enter_again = False
 
     @property
     def parts(self) -> tuple[Any, ...]:
         """What every healer of steps is built from."""
-        return self, self.numerics, self.rollback
+        return (self,)
 
-    incident, dealing_with = RunContext.incident, RunContext.dealing_with
+    def part(self, kind: type) -> Any:
+        return {NumericsState: self.numerics}[kind]
+
+    incident, dealing_with = Run.incident, Run.dealing_with
 
     def leave_asked(self) -> bool:
         return False

@@ -35,6 +35,7 @@ from lost_device import LostDevice
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing.healers.numerics.state import NumericsState
 from self_healing.tools.chaos.callback import Chaos
 from self_healing.tools.demo.model import stdlib_docstrings, train_tokenizer
 
@@ -106,7 +107,7 @@ class Strike(TrainerCallback):
             raise ValueError("a bug of the user's")
         elif self.fault == "reduce":
             run = next(each.run for each in self.trainer.callback_handler.callbacks if hasattr(each, "healing_state"))
-            run.numerics.learning_rate.reduce(state.global_step)
+            run.part(NumericsState).learning_rate.reduce(state.global_step)
             run.journal.dealt_with(run.journal.open(state.global_step, "test", {}))
             os.kill(os.getpid(), signal.SIGKILL)
 

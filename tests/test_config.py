@@ -412,7 +412,7 @@ class TestGiven:
         caplog.clear()
         first.train()
         assert "on_nonfinite='raise' (was 'skip')" in caplog.text
-        assert (callback.config, callback.run.context.config) == (first.config, first.config)
+        assert (callback.config, callback.run.config) == (first.config, first.config)
 
     def test_what_is_set_on_the_wrapper_is_set_on_the_trainer(self, tmp_path, tokenizer, monkeypatch):
         trainer = sft_trainer(tmp_path, tokenizer)

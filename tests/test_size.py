@@ -20,10 +20,10 @@ PACKAGE = Path(__file__).resolve().parent.parent / "self_healing"
 # A line that has only these is no line of code.
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
-CODE_LINES = 31_500
-LINES = 44_335
+CODE_LINES = 31_445
+LINES = 44_290
 MODULES = 131
-FUNCTIONS = 3_295
+FUNCTIONS = 3_296
 SETTINGS = 42
 # Of the statements of a function, from its `def` to its end without its docstring.
 NINE_OF_TEN, LONGEST = 17, 62

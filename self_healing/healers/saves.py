@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 from ..checkpoints.retention import disk_full, expendable_checkpoint, remove_torn
@@ -12,7 +11,7 @@ from ..failures.recipes import Action, FailureType, text_of
 from ..hf.saving import CheckpointSaving
 from ..journal.incident import Incident
 from ..run.healer import Healer
-from ..run.run import RunContext
+from ..run.run import Run
 
 
 logger = logging.getLogger("self_healing")
@@ -21,9 +20,8 @@ logger = logging.getLogger("self_healing")
 class SaveHealer(Healer):
     """The checkpoints of one run that could not be written, in one incident until the next one can."""
 
-    def __init__(self, run: RunContext, give_way: Callable[[], list[str]]) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._give_way = give_way
         self._incident: Incident | None = None
         self._told = False
         self._missing: list[int] = []
@@ -110,7 +108,7 @@ class SaveHealer(Healer):
 
     def _kept_ones_give_way(self, incident: Incident) -> bool:
         """They are ours, and there only because nobody needed the room: this is asked of nobody."""
-        removed = self._give_way()
+        removed = self._run.rollback.checkpoints.give_way()
         if removed:
             self._run.journal.acted(incident, Action.MAKE_ROOM.value, kept=removed)
             incident.figures.append(f"last-known-good/ gave way: {', '.join(removed)} removed")

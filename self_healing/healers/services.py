@@ -15,7 +15,7 @@ from ..failures.retry import Retry, RetryPolicy, may_pass
 from ..hf.services import ServiceGuard
 from ..journal.incident import Incident
 from ..run.healer import Claim, Healer, claim_for
-from ..run.run import RunContext
+from ..run.run import Run
 
 
 logger = logging.getLogger("self_healing")
@@ -29,7 +29,7 @@ class ServiceCalls(Healer):
     Calls of services that training needs: made again where that may help, with one incident for each call that failed.
     """
 
-    def __init__(self, run: RunContext) -> None:
+    def __init__(self, run: Run) -> None:
         self.policy = RetryPolicy.of(run.config, run.sleep)
         self._run = run
         # Of a call that was given up, until its exception has left train().
@@ -101,7 +101,7 @@ class ServiceCalls(Healer):
         return replace(self.policy, at_once=True) if service in self._never_finite else self.policy
 
     def _open(self, failures: _Failures, error: BaseException) -> Incident:
-        journal, instrument = self._run.journal, self._run.attachment.instrument
+        journal, instrument = self._run.journal, self._run.attached
         failures.began = time.perf_counter()
         evidence = {"service": failures.service, "message": text_of(error)[:500]}
         step = 0 if instrument is None else instrument.view.step
@@ -145,11 +145,11 @@ class ServiceCalls(Healer):
                 run.journal.diagnosed(incident, FailureType.NONFINITE_REWARD, failures.service, {})
             self._acted(failures, incident)
         stops = error.all_of_them and self._run.config.on_nonfinite != "warn"
-        if stops and run.stop.incident is None:
+        if stops and run.stop_incident is None:
             evidence["diagnosis"] = (
                 f"{failures.service}: {text_of(error)}, however often it is asked: nothing to learn from"
             )
-            run.stop.incident = incident
+            run.stop_incident = incident
         elif lasting is None:
             run.journal.acted(incident, Action.GO_ON_WITHOUT.value, rewards=len(error.places))
             run.dealing_with(incident).close("unresolved")
@@ -191,7 +191,7 @@ class ServiceCalls(Healer):
         return incident
 
     def _contained(self) -> contextlib.AbstractContextManager[None]:
-        instrument = self._run.attachment.instrument
+        instrument = self._run.attached
         return contextlib.nullcontext() if instrument is None else instrument.failsafe.contained()
 
     def _acted(self, failures: _Failures, incident: Incident) -> None:
@@ -241,7 +241,7 @@ class _Service:
 class Reporting:
     """Calls of trackers and of the Hub, on which nothing depends."""
 
-    def __init__(self, run: RunContext, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
         self._run = run
         self._clock = clock
         self._services: dict[str, _Service] = {}

@@ -11,7 +11,8 @@ from ..hf.memory import memory_of, memory_taken
 from ..hf.step import Window
 from ..journal.step_log import StepLog, StepRow, step_log_of
 from ..run.healer import Healer
-from .assembly import Run
+from ..run.run import Run
+from .numerics.state import NumericsState
 
 
 logger = logging.getLogger("self_healing")
@@ -40,7 +41,7 @@ class StepRecorder(Healer):
         journal = self._run.journal
         if journal.rank > 0:
             return
-        instrument = self._run.context.instrument
+        instrument = self._run.instrument
         about = {"run": journal.run_id, "memory_total": memory_of(instrument.view.device)}
         try:
             self._log = StepLog(step_log_of(journal.directory, journal.run_id), about)
@@ -70,7 +71,7 @@ class StepRecorder(Healer):
             self._give_up()
 
     def _row(self, window: Window) -> StepRow:
-        run, numerics, step = self._run, self._run.numerics, window.step
+        run, numerics, step = self._run, self._run.part(NumericsState), window.step
         applied = numerics.applied
         if applied is None or applied.step != step or window.skipped:
             applied = None
@@ -102,11 +103,11 @@ class StepRecorder(Healer):
         )
 
     def _look_at_what_changes_slowly(self) -> None:
-        panel = self._run.numerics.panel
+        panel = self._run.part(NumericsState).panel
         if panel is not None:
             usual, bound = panel.gradient_level, panel.gradient_bound
             self._bounds = (_NAN if usual is None else usual, _NAN if bound is None else bound)
-        self._memory = memory_taken(self._run.context.instrument.view.device)
+        self._memory = memory_taken(self._run.instrument.view.device)
 
     def _close(self) -> None:
         log, self._log = self._log, None

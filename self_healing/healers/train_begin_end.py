@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import logging
 import math
@@ -17,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint, refuse_unwritable
-from ..checkpoints.marker import healing_state_of
+from ..checkpoints.marker import Standing, healing_state_of, write_marker
 from ..checkpoints.vetting import may_be_loaded, vet_weights
 from ..failures.classify import describe_exception
 from ..failures.recipes import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
 from ..hf.adapter import Instrument
 from ..hf.saving import BestChoice, BestModel
 from ..hf.services import ReportingGuard
+from ..hf.trainer_state import save_generated
 from ..journal.incident import Incident, counted, lost_steps
 from ..journal.terminal import Terminal, announce
 from ..ranks import votes
@@ -31,21 +33,27 @@ from ..report.output import ClosingReport
 from ..report.verdict import movement_of
 from ..run.healer import Healer, Healers
 from ..run.record import new_run_id
-from ..run.run import REFUND_STEPS, RunContext
+from ..run.run import REFUND_STEPS, Run
 from ..run.status import RunState
 from ..system import processes
 from ..system.files import PINNED_DIR, remove_leftovers
 from ..system.processes import Process, log_safely
-from .assembly import Run
+from .assembly import load_state
 from .data.healer import SampleHealer
+from .data.quarantine import Quarantine
+from .hangs.healer import HangWatch
 from .numerics.detectors.rules import MetricRule
 from .numerics.judge import StepJudge
 from .numerics.ladder import MAX_SPIKE_SKIPS, SKIP_WINDOW
 from .numerics.state import NumericsState
 from .oom.healer import MemoryHealer
-from .restarts.attempts import continue_bookkeeping
-from .restarts.emergency import leave_evaluation
-from .restarts.ending import switch_off_next_time, write_down_lost_device
+from .oom.sizes import MemoryState
+from .restarts.attempts import Attempts, continue_bookkeeping
+from .restarts.emergency import bookkeeping_now, leave_evaluation
+from .restarts.ending import RunEnding, switch_off_next_time, write_down_lost_device
+from .restarts.preemption import Departure
+from .restarts.shared_memory import LastStep
+from .saves import SaveHealer
 from .services import Reporting, ServiceCalls
 from .step_recorder import StepRecorder
 
@@ -68,39 +76,38 @@ class Entry:
     """Heals what happens inside of one `train()` call."""
 
     def __init__(self, run: Run, trainer: Any, moved: bool) -> None:
-        context = run.context
         self._run = run
-        self._trainer = context.attachment.trainer = trainer
-        context.attachment.healers = healers = _healers_of(run)
+        self._trainer = run.trainer = trainer
+        run.healers = healers = _healers_of(run)
         self.instrument = Instrument(
             trainer,
             healers,
-            heals_exceptions=context.config.on_nonfinite in ("heal", "skip"),
-            started_at=context.started_at,
-            heartbeat=context.heartbeat,
+            heals_exceptions=run.config.on_nonfinite in ("heal", "skip"),
+            started_at=run.started_at,
+            heartbeat=run.heartbeat,
         )
-        self.instrument.call.doubt = partial(setattr, context.journal, "doubt")
+        self.instrument.call.doubt = partial(setattr, run.journal, "doubt")
         # What a checkpoint holds was trained, by us or by somebody else; a run that is entered again goes on.
         self.instrument.optimizer_step.weights_moved |= moved
-        context.attachment.instrument = self.instrument
+        run.attached = self.instrument
         self._finite = True
-        self._closing = ClosingReport(run.context)
+        self._closing = ClosingReport(run)
 
     def begin(
         self, rules: Sequence[MetricRule], resumed_from: str | None, saved: Mapping[str, Any] | None, wrapped: bool
     ) -> None:
         """Takes in where the run is, and looks at what it would go on with, before anything is attached."""
-        run, attempts, numerics = self._run, self._run.attempts, self._run.numerics
+        run, attempts, numerics = self._run, self._run.part(Attempts), self._run.part(NumericsState)
         args, state = self._trainer.args, self._trainer.state
         step = int(state.global_step)
         if not attempts.entered:
             if args.process_index == 0:
-                remove_leftovers(args.output_dir, run.context.config.healing_dir)
+                remove_leftovers(args.output_dir, run.config.healing_dir)
             if not attempts.taken_up:
                 run.journal.set_aside_postmortem()
             numerics.begin_watching(self.instrument, rules)
             if saved is not None:
-                run.load_state_dict(saved)
+                load_state(run, saved)
             attempts.load_recovery_state()
             # A state in shared memory is gone by the time that anything is gone back to.
             attempts.first_resume = None if attempts.in_memory(resumed_from) else resumed_from
@@ -110,11 +117,11 @@ class Entry:
         else:
             numerics.go_on_counting(step, healing_state_of(state.stateful_callbacks) or {})
         attempts.enter()
-        self._finite = not attempts.in_first_entry or refuse_nonfinite_weights(run.context, resumed_from)
+        self._finite = not attempts.in_first_entry or refuse_nonfinite_weights(run, resumed_from)
         if attempts.in_first_entry:
             if not wrapped and resumed_from is not None:
                 # The wrapper has looked before the Trainer loaded anything.
-                refuse_damaged_checkpoint(run.context, Path(resumed_from))
+                refuse_damaged_checkpoint(run, Path(resumed_from))
             tell_of_offloaded(self.instrument)
 
     def go_on(self, resumed_from: str | None) -> None:
@@ -122,9 +129,9 @@ class Entry:
         Goes on where a checkpoint was written, tells that the run has started, and keeps the state it starts with.
         """
         run, instrument = self._run, self.instrument
-        args, state, rules = self._trainer.args, self._trainer.state, run.numerics.rules
+        args, state, rules = self._trainer.args, self._trainer.state, run.part(NumericsState).rules
         step, max_steps = int(state.global_step), int(state.max_steps)
-        continue_bookkeeping(run.context, run.attempts, instrument, resumed_from, step)
+        continue_bookkeeping(run, run.part(Attempts), instrument, resumed_from, step)
         run.journal.event(
             "run_started",
             step,
@@ -137,50 +144,50 @@ class Entry:
             pid=os.getpid(),
             process_began=Process.this_one().began,
             host=socket.gethostname(),
-            limits={name: getattr(run.context.config, name) for name in _LIMITS}
+            limits={name: getattr(run.config, name) for name in _LIMITS}
             | {
                 "budget_refund_steps": REFUND_STEPS,
                 "max_spike_skips": MAX_SPIKE_SKIPS,
                 "skip_window": SKIP_WINDOW,
             },
-            **run.numerics.rate_in_force(),
+            **run.part(NumericsState).rate_in_force(),
         )
-        run.attempts.tell_status(Path(args.output_dir), max_steps)
-        on_disk = None if run.attempts.in_memory(resumed_from) else resumed_from
-        if resumed_from is not None and run.attempts.in_first_entry:
+        run.part(Attempts).tell_status(Path(args.output_dir), max_steps)
+        on_disk = None if run.part(Attempts).in_memory(resumed_from) else resumed_from
+        if resumed_from is not None and run.part(Attempts).in_first_entry:
             warn_about_the_rate(instrument, on_disk)
-        run.rollback.begin(instrument, not run.numerics.warm, on_disk, self._finite)
-        run.last_step.begin()
+        run.rollback.begin(instrument, not run.part(NumericsState).warm, on_disk, self._finite)
+        run.part(LastStep).begin()
         if instrument.view.only_watched is not None:
             logger.warning("%s; steps are watched, but not healed.", instrument.view.only_watched)
 
     def attach(self, wrapped: bool) -> None:
         """Attaches the instrument, and then what goes around it: what is attached later is called first."""
-        run, context, instrument = self._run, self._run.context, self.instrument
+        run, instrument = self._run, self.instrument
         if not wrapped:
             # Last of all: what is taken off first may still write something down.
             instrument.on_detach.insert(0, self._closing.write)
         instrument.attach()
-        context.attachment.healers.attach(first=run.attempts.in_first_entry)
-        if run.attempts.in_first_entry:
-            refuse_wrong_sums(context)
+        run.healers.attach(first=run.part(Attempts).in_first_entry)
+        if run.part(Attempts).in_first_entry:
+            refuse_wrong_sums(run)
         output_dir = Path(self._trainer.args.output_dir)
         instrument.best_model = BestModel(
             self._trainer,
             [output_dir, output_dir / PINNED_DIR],
             vet_weights,
             may_be_loaded,
-            partial(tell_of_best_model, context),
+            partial(tell_of_best_model, run),
         )
         if not wrapped:
             self._guard_reporting()
-        if not wrapped and context.config.on_preemption == "save":
-            run.departure.preemption.listen()
-            instrument.on_detach.append(run.departure.preemption.release)
+        if not wrapped and run.config.on_preemption == "save":
+            run.part(Departure).preemption.listen()
+            instrument.on_detach.append(run.part(Departure).preemption.release)
 
     def _guard_reporting(self) -> None:
         """Without the wrapper, which guards trackers and Hub from before `train()` to its very end."""
-        instrument, reporting = self.instrument, Reporting(self._run.context)
+        instrument, reporting = self.instrument, Reporting(self._run)
         guard = ReportingGuard(self._trainer, reporting, self._closing.before_closing)
         instrument.on_detach.append(lambda: reporting.sum_up(instrument.view.step))
         instrument.on_detach.append(guard.detach)
@@ -189,13 +196,12 @@ class Entry:
 
 def _healers_of(run: Run) -> Healers:
     """What heals one `train()` call, in the order in which it is attached, told of events, and asked for claims."""
-    context = run.context
-    judge = StepJudge(context, run.numerics, run.rollback)
+    judge = StepJudge(run)
     memory = MemoryHealer(
-        context,
-        run.memory,
+        run,
+        run.part(MemoryState),
         run.rollback.in_place.free_batches,
-        run.numerics.repeatability.owe,
+        run.part(NumericsState).repeatability.owe,
         judge.heal_interrupted_step,
     )
     return Healers(
@@ -203,12 +209,12 @@ def _healers_of(run: Run) -> Healers:
             RunEvents(run),
             judge,
             memory,
-            run.hangs,
+            run.part(HangWatch),
             # Calls after those: the user's code may have let one fail some time before memory ran out or training
             # hung, and its claim waits still.
-            ServiceCalls(context),
-            SampleHealer(context, run.quarantine, ServiceCalls(context)),
-            run.saves,
+            ServiceCalls(run),
+            SampleHealer(run, run.part(Quarantine), ServiceCalls(run)),
+            run.part(SaveHealer),
             # Last: it writes down what the others have made of a step.
             StepRecorder(run),
         )
@@ -224,43 +230,43 @@ def begin_run(args: Any) -> str:
     return votes.from_first_rank("a run begins", new_run_id, args.device)
 
 
-def refuse_damaged_checkpoint(context: RunContext, checkpoint: Path) -> None:
+def refuse_damaged_checkpoint(run: Run, checkpoint: Path) -> None:
     """Looks at the checkpoint that was resumed from: the Trainer takes the newest, whatever it lacks."""
     refused: list[CheckpointError] = []
 
     def look() -> tuple[str | None, str | None]:
         try:
-            return check_resumed(checkpoint, str(context.instrument.trainer.args.output_dir)), None
+            return check_resumed(checkpoint, str(run.instrument.trainer.args.output_dir)), None
         except CheckpointError as error:
             refused.append(error)
             return None, str(error)
 
-    device = context.instrument.view.device
+    device = run.instrument.view.device
     told, reason = votes.looked_up_by_first_rank("the checkpoint can be resumed from", look, device)
     if reason is not None:
-        context.journal.event("checkpoint_passed_over", context.step, path=str(checkpoint), reason=reason)
+        run.journal.event("checkpoint_passed_over", run.step, path=str(checkpoint), reason=reason)
         raise refused[0] if refused else CheckpointError(reason)
     if told is not None and processes.is_first_rank():
         logger.warning("Resuming from %s anyway: %s.", checkpoint, told)
 
 
-def refuse_nonfinite_weights(context: RunContext, resumed_from: str | None) -> bool:
+def refuse_nonfinite_weights(run: Run, resumed_from: str | None) -> bool:
     """Ends a run that would begin with weights or an optimizer state that are not finite: no step can heal them."""
-    instrument = context.instrument
+    instrument = run.instrument
     found = instrument.view.nonfinite_tensors()
     if not votes.any_rank("what training begins with is not finite", bool(found), instrument.view.device):
         return True
     step, names = instrument.view.step, ", ".join(found[:5]) or "on another rank"
     origin = "the model was given" if resumed_from is None else f"resumed from {resumed_from}"
-    incident = context.journal.open(step, "nonfinite_weights", {"tensors": found[:20], "from": resumed_from})
-    context.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, "corrupted from the start", {})
+    incident = run.journal.open(step, "nonfinite_weights", {"tensors": found[:20], "from": resumed_from})
+    run.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, "corrupted from the start", {})
     text = f"The weights or the optimizer state that training would begin with are not finite ({names}; {origin})."
-    if context.config.on_nonfinite == "warn":
+    if run.config.on_nonfinite == "warn":
         logger.warning("%s Training goes on anyway, because on_nonfinite='warn'.", text)
-        context.journal.closed(incident, "reported")
+        run.journal.closed(incident, "reported")
         return False
     trusted = find_trusted_checkpoint(str(instrument.trainer.args.output_dir))
-    context.journal.closed(incident, "fatal")
+    run.journal.closed(incident, "fatal")
     advice = (
         "Please load other weights: there is no trusted checkpoint in the output_dir."
         if trusted is None
@@ -270,9 +276,9 @@ def refuse_nonfinite_weights(context: RunContext, resumed_from: str | None) -> b
     raise UnrecoverableTrainingError(f"{text} {advice}", failure=FailureType.CORRUPTED_STATE)
 
 
-def refuse_wrong_sums(context: RunContext) -> None:
+def refuse_wrong_sums(run: Run) -> None:
     """Ends a run on several ranks that cannot sum up what all of them know, or not in time."""
-    device, seconds = context.instrument.view.device, context.config.collective_timeout_check_seconds
+    device, seconds = run.instrument.view.device, run.config.collective_timeout_check_seconds
     if processes.world_size() == 1 or seconds == 0:
         return
     began = time.monotonic()
@@ -283,22 +289,20 @@ def refuse_wrong_sums(context: RunContext) -> None:
             raise
         what = f"The ranks have not summed up known numbers within {seconds:g} s"
         advice = "Look at the network between them (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)."
-        raise _refused(context, FailureType.HANG, what, advice) from error
+        raise _refused(run, FailureType.HANG, what, advice) from error
     if votes.any_rank("a sum is wrong", bool(changed), device):
         named = "; ".join(f"rank {rank}: what it sends arrives changed" for rank in changed) or "seen by another rank"
         what = f"A rank of this job gives wrong results ({named})"
         advice = FAILURE_RECIPES[FailureType.WRONG_RESULTS].advice
-        raise _refused(context, FailureType.WRONG_RESULTS, what, advice, wrong_ranks=changed)
+        raise _refused(run, FailureType.WRONG_RESULTS, what, advice, wrong_ranks=changed)
     if processes.is_first_rank():
         took = round(time.monotonic() - began, 3)
-        context.journal.event("ranks_checked", context.step, ranks=processes.world_size(), seconds=took)
+        run.journal.event("ranks_checked", run.step, ranks=processes.world_size(), seconds=took)
 
 
-def _refused(
-    context: RunContext, failure: FailureType, what: str, advice: str, **evidence: Any
-) -> UnrecoverableTrainingError:
-    journal = context.journal
-    incident = journal.open(context.step, failure.value, evidence)
+def _refused(run: Run, failure: FailureType, what: str, advice: str, **evidence: Any) -> UnrecoverableTrainingError:
+    journal = run.journal
+    incident = journal.open(run.step, failure.value, evidence)
     journal.diagnosed(incident, failure, what[0].lower() + what[1:], {})
     journal.acted(incident, Action.STOP.value)
     journal.closed(incident, "fatal")
@@ -345,49 +349,50 @@ _MANY = 0.2
 
 def heal_the_last_step(run: Run) -> None:
     """Heals what the last step has left, which would be handed over as trained. All ranks have to come."""
-    with run.context.heartbeat.section("judge"):
-        run.context.attachment.healers.last_step_taken()
+    with run.heartbeat.section("judge"):
+        run.healers.last_step_taken()
 
 
 def end_run(run: Run, instrument: Instrument, step: int) -> None:
     """Closes what is open, and gives the trainer back as it was."""
-    context, args, leaves = run.context, instrument.trainer.args, run.departure.begun
-    healers = context.attachment.healers
-    run.numerics.close_outcomes(unfollowed="resolved")
+    args, leaves = instrument.trainer.args, run.part(Departure).begun
+    healers = run.healers
+    run.part(NumericsState).close_outcomes(unfollowed="resolved")
     healers.run_ends(step)
-    if context.stop.incident is not None:
+    if run.stop_incident is not None:
         # Seen in the last log: there is no step left to stop before.
-        context.dealing_with(context.stop.incident).close("reported")
-        context.stop.incident = None
+        run.dealing_with(run.stop_incident).close("reported")
+        run.stop_incident = None
     movement = movement_of(instrument.trainer.state.log_history)
-    looked_at = context.config.on_nonfinite == "heal" or not instrument.view.can_reexecute
+    looked_at = run.config.on_nonfinite == "heal" or not instrument.view.can_reexecute
     weights = [] if looked_at else instrument.view.nonfinite_weights()[:5]
-    context.journal.event(
+    run.journal.event(
         "run_ended",
         step,
-        incidents=len(context.journal.incidents),
+        incidents=len(run.journal.incidents),
         **({"learned": movement} if movement else {}),
         **({"nonfinite": weights} if weights else {}),
-        **run.numerics.rate_in_force(),
+        **run.part(NumericsState).rate_in_force(),
     )
-    if run.attempts.status is not None and not leaves:
-        run.attempts.status.end(RunState.ENDED, step)
-    _tell_what_to_know(run.numerics, step)
+    status = run.part(Attempts).status
+    if status is not None and not leaves:
+        status.end(RunState.ENDED, step)
+    _tell_what_to_know(run.part(NumericsState), step)
     if leaves and instrument.leaving.owes_evaluation and args.should_save:
         leave_evaluation(Path(args.output_dir or ".") / f"checkpoint-{step}")
     instrument.detach()
     run.rollback.release()
     if not leaves:
-        context.checksums.wait()
-    elif run.attempts.record is None and step < instrument.trainer.state.max_steps:
-        run.departure.leave(step, str(args.output_dir))
+        run.checksums.wait()
+    elif run.part(Attempts).record is None and step < instrument.trainer.state.max_steps:
+        run.part(Departure).leave(step, str(args.output_dir))
 
 
-def tell_of_best_model(context: RunContext, best: str, choice: BestChoice) -> None:
+def tell_of_best_model(run: Run, best: str, choice: BestChoice) -> None:
     """Tells that the best checkpoint could not be loaded, and what the model holds in its place."""
-    context.journal.event(
+    run.journal.event(
         "best_model_passed_over",
-        context.step,
+        run.step,
         path=best,
         reason=choice.refused,
         instead=choice.path,
@@ -399,7 +404,7 @@ def tell_of_best_model(context: RunContext, best: str, choice: BestChoice) -> No
     logger.error(
         "Step %d: the best checkpoint, %s, is not loaded, because its weights cannot be used: %s. The weights at the "
         "end of this run are not the best: %s. Nothing of the run is lost; evaluate them before you use them.",
-        context.step,
+        run.step,
         best,
         choice.refused,
         instead,
@@ -471,21 +476,20 @@ def _contained(tell: Callable[..., None]) -> Callable[..., None]:
 @_contained
 def start_speaking(run: Run, rank: int) -> None:
     """Has a terminal speak for one `train()` call: until [`pause_speaking`], and then inside of its parts."""
-    run.context.attachment.terminal = terminal = Terminal(rank)
+    run.terminal = terminal = Terminal(rank)
     terminal.start()
 
 
 def pause_speaking(run: Run) -> None:
     """Is silent until the next part of the `train()` call begins, which may never come."""
-    if run.context.attachment.terminal is not None:
-        run.context.attachment.terminal.stop()
+    if run.terminal is not None:
+        run.terminal.stop()
 
 
 @_contained
 def stop_speaking(run: Run, left_by: BaseException | None) -> None:
     """Says what became of a run, and falls silent; does nothing where something else speaks, or nothing any more."""
-    attachment = run.context.attachment
-    terminal, attachment.terminal = attachment.terminal, None
+    terminal, run.terminal = run.terminal, None
     if terminal is not None:
         with terminal.speaking():
             tell_end(run, left_by)
@@ -497,7 +501,7 @@ def tell_start(run: Run, instrument: Instrument, wrapped: bool) -> None:
     """Says what is healed in a run, what is not, and where its journal is."""
     if run.journal.rank != 0:
         return
-    config = run.context.config
+    config = run.config
     view = instrument.view
     healed, off, needs_wrapper = list[str](), list[str](), list[str]()
     for what, setting, heals, where in _HEALED:
@@ -525,7 +529,7 @@ def tell_start(run: Run, instrument: Instrument, wrapped: bool) -> None:
 
 def _tell_of_silent_rules(run: Run, instrument: Instrument) -> None:
     """Warns of metric rules that cannot fire because the run logs too seldom; not of those that are only noted."""
-    args, state, rules = instrument.trainer.args, instrument.trainer.state, run.numerics.rules
+    args, state, rules = instrument.trainer.args, instrument.trainer.state, run.part(NumericsState).rules
     steps, logs = int(state.max_steps), int(state.num_train_epochs) if args.logging_strategy == "epoch" else 0
     logs = steps // int(state.logging_steps) if args.logging_strategy == "steps" else logs
     logs += args.logging_first_step
@@ -547,14 +551,14 @@ def _tell_of_silent_rules(run: Run, instrument: Instrument) -> None:
 @_contained
 def tell_end(run: Run, left_by: BaseException | None) -> None:
     """Says how a run ended, and what its incidents come to."""
-    attachment, incidents = run.context.attachment, run.journal.of_all_ranks
-    if run.journal.rank != 0 or attachment.trainer is None:
+    incidents = run.journal.of_all_ranks
+    if run.journal.rank != 0 or run.trainer is None:
         return
-    trainer = attachment.trainer
+    trainer = run.trainer
     step, of = int(trainer.state.global_step), int(trainer.state.max_steps)
     where = f"at step {step} of {of}" if of > 0 else "before its first step"
-    healed = all(_BECAME[incident.outcome] == "healed" for incident in incidents) and not attachment.doubtful
-    level = logging.WARNING if incidents or attachment.doubtful else logging.INFO
+    healed = all(_BECAME[incident.outcome] == "healed" for incident in incidents) and not run.doubtful
+    level = logging.WARNING if incidents or run.doubtful else logging.INFO
     severity = "info" if healed else "warning"
     how = f"ended {where}"
     if isinstance(left_by, KeyboardInterrupt | SystemExit | GeneratorExit):
@@ -562,8 +566,8 @@ def tell_end(run: Run, left_by: BaseException | None) -> None:
     elif left_by is not None:
         level, severity, how = logging.ERROR, "error", f"stopped {where} by {type(left_by).__name__}"
     text = f"{how}: {_summed_up(incidents)}"
-    if attachment.verdict:
-        text += f". {attachment.verdict.removesuffix('.')}"
+    if run.verdict:
+        text += f". {run.verdict.removesuffix('.')}"
     if incidents:
         text += f". More: self-healing report {shlex.quote(str(run.journal.directory))}"
     announce(text, level, severity)
@@ -604,7 +608,7 @@ class RunEvents(Healer):
         self._run = run
 
     def attach(self, first: bool) -> None:
-        terminal, instrument = self._run.context.attachment.terminal, self._run.instrument
+        terminal, instrument = self._run.terminal, self._run.attached
         if terminal is not None and instrument is not None:
             # And nowhere in between: no code of ours sees what another callback raises there.
             instrument.stay_within(terminal.speaking)
@@ -615,13 +619,20 @@ class RunEvents(Healer):
     def metrics(self, training: bool, summary: bool) -> dict[str, float]:
         run = self._run
         # The log that sums up the run is written before what is open is closed.
-        return run.journal.metrics(run.context.outcomes.resolved_at_the_end if summary else 0)
+        return run.journal.metrics(run.outcomes.resolved_at_the_end if summary else 0)
 
     def before_save(self, step: int) -> None:
-        self._run.about_to_save(step)
+        run = self._run
+        run.rollback.checkpoints.about_to_save(step)
+        if run.attached is None:
+            return
+        trainer = run.attached.trainer
+        # Written once more with the marker: there the disk may have room that rotation has made.
+        with contextlib.suppress(OSError, RuntimeError):
+            save_generated(trainer, Path(trainer.args.output_dir) / f"checkpoint-{step}")
 
     def after_save(self, step: int) -> None:
-        run, instrument = self._run, self._run.instrument
+        run, instrument = self._run, self._run.attached
         if instrument is None:
             return
         args = instrument.trainer.args
@@ -631,7 +642,7 @@ class RunEvents(Healer):
         if not args.should_save or not checkpoint.is_dir():
             return
         try:
-            run.checkpoint_saved(instrument, checkpoint, step)
+            _mark_as_complete(run, instrument, checkpoint, step)
         except Exception as error:
             if instrument.failsafe.tells_of_lost_device(error):
                 raise
@@ -639,18 +650,37 @@ class RunEvents(Healer):
 
     def device_lost(self, error: BaseException) -> None:
         # First, so that the postmortem has the ranks in it.
-        self._run.hangs.left_by(error)
-        write_down_lost_device(self._run.ending, error)
+        self._run.part(HangWatch).left_by(error)
+        write_down_lost_device(self._run.part(RunEnding), error)
 
     def left_by(self, error: BaseException) -> None:
         # The wrapper's outlives the call, and speaks of what becomes of the exception.
         stop_speaking(self._run, error)
 
     def broken(self, error: Exception) -> None:
-        context = self._run.context
-        context.attachment.broken = True
-        self._run.journal.event("healing_off", context.step, why=describe_exception(error)[:300])
+        run = self._run
+        run.broken = True
+        run.journal.event("healing_off", run.step, why=describe_exception(error)[:300])
 
     def ends_the_job(self, error: BaseException) -> None:
-        context = self._run.context
-        switch_off_next_time(context.directory, context.run_id, context.step, error)
+        run = self._run
+        switch_off_next_time(run.directory, run.run_id, run.step, error)
+
+
+def _mark_as_complete(run: Run, instrument: Instrument, checkpoint: Path, step: int) -> None:
+    """A regular checkpoint is written, with all its parts."""
+    exported, checkpoints = bookkeeping_now(instrument), run.rollback.checkpoints
+    save_generated(instrument.trainer, checkpoint)
+    finite = checkpoints.finite_at(step)
+    standing: Standing = "suspect" if finite is False else "unverified"
+    write_marker(
+        checkpoint,
+        run.run_id,
+        step,
+        exported,
+        emergency=False,
+        standing=standing,
+        finite=finite,
+        later=run.checksums,
+    )
+    checkpoints.saved(checkpoint, step)

@@ -41,7 +41,7 @@ from .verdict import movement_of
 
 if TYPE_CHECKING:
     # It imports torch.
-    from ..run.run import RunContext
+    from ..run.run import Run
 
 
 logger = logging.getLogger("self_healing")
@@ -270,13 +270,13 @@ class ClosingReport:
     most close at the end of training, before everything is known, and stay open where an exception ends it.
     """
 
-    def __init__(self, run: RunContext) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
         self._told: set[int] = set()
 
     def before_closing(self, tracker: Any) -> None:
         """Logs to a tracker (the callback of transformers) that is about to close, after the last step."""
-        journal, state = self._run.journal, self._run.attachment.trainer.state
+        journal, state = self._run.journal, self._run.trainer.state
         if journal.rank > 0:
             return
         step, of, ended = int(state.global_step), int(state.max_steps), None
@@ -292,15 +292,15 @@ class ClosingReport:
 
     def write(self) -> None:
         """Writes the files, and logs to the trackers that are open still."""
-        journal, attachment = self._run.journal, self._run.attachment
+        run, journal = self._run, self._run.journal
         if journal.rank > 0:
             return
         report = write_report_files(journal.directory, journal.run_id)
         if report is not None and report.state.name == "ended" and report.verdict is not None:
-            attachment.verdict, attachment.doubtful = str(report.verdict), report.verdict.name != "good"
+            run.verdict, run.doubtful = str(report.verdict), report.verdict.name != "good"
         if report is None or report.state.name in ("running", "ended"):
             return
-        for callback in attachment.trainer.callback_handler.callbacks:
+        for callback in run.trainer.callback_handler.callbacks:
             try:
                 self._log(callback, report)
             except Exception:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum, auto
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..checkpoints.marker import missing_steps_in, number_of, step_of
 from ..checkpoints.retention import RunCheckpoints
@@ -75,18 +75,23 @@ _OTHERWISE = {
 }
 
 
+class Learned(Protocol):
+    """What detectors know beside the weights."""
+
+    def remember(self) -> dict[str, Any]:
+        """Gives it, to be kept with a snapshot."""
+
+    def recall(self, extras: dict[str, Any]) -> None:
+        """Puts it back as it was at a snapshot; nothing is known from an empty one."""
+
+
 class Rollback:
     """Goes back to a trusted state of a run, and applies the steps since then again."""
 
-    def __init__(
-        self,
-        config: HealingConfig,
-        journal: Journal,
-        remember: Callable[[], dict[str, Any]],
-        recall: Callable[[dict[str, Any]], None],
-    ) -> None:
+    def __init__(self, config: HealingConfig, journal: Journal) -> None:
         self._config, self._journal = config, journal
-        self._remember, self._recall = remember, recall
+        # Goes back together with the weights.
+        self.learned: Learned
         self.copies_in_doubt = False
         # Lets snapshots outlive the process, where another one goes on with the run.
         self.shared: SharedStates | None = None
@@ -115,7 +120,7 @@ class Rollback:
             self.batches,
             self.in_place,
             self.checkpoints,
-            self._remember,
+            lambda: self.learned.remember(),
             self.shared,
             self._own_is_trusted,
             self._inherited,
@@ -187,7 +192,7 @@ class Rollback:
             ring.distrust(ring.trusted[0])
         if "rng" in snapshot.extras:
             snapshot.extras["rng"].restore()
-        self._recall(snapshot.extras)
+        self.learned.recall(snapshot.extras)
         lost = step + 1 - snapshot.as_of
         self._gone_back_to = snapshot
         return WentBack(snapshot.step, target, lost, snapshot.step - snapshot.extras["missing"])
@@ -196,7 +201,7 @@ class Rollback:
         found = self.checkpoints.newest()
         if found is None or not self.in_place.try_to_load(found):
             return None
-        self._recall({})
+        self.learned.recall({})
         reached = step_of(found, default=number_of(Path(found)) or step)
         return WentBack(reached, Target.DISK, max(step + 1 - reached, 1), reached - missing_steps_in(found), found)
 
@@ -243,7 +248,7 @@ class Rollback:
 
         def go_back() -> None:
             self.in_place.put(snapshot)
-            self._recall(snapshot.extras)
+            self.learned.recall(snapshot.extras)
 
         replay = Replay(window, recordings, still_well, go_back, finished, loss_in_question, unlike_from)
         replayed = replay.run()

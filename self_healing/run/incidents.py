@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from ..failures.classify import classify_exception
 from ..failures.recipes import Action, Cause, DamagedCheckpointError, FailureType
@@ -123,18 +124,23 @@ class _Awaited:
 OUTCOME_STEPS = 5
 
 
+class Baseline(Protocol):
+    """Knows which losses are usual for the run."""
+
+    def trend(self) -> tuple[float, float] | None:
+        """Median and scale of the losses before now; `None` before there are enough."""
+
+    @property
+    def early_limit(self) -> float:
+        """The loss that is no worse than those the run began with."""
+
+
 class Outcomes:
     """Waits for what becomes of incidents that were dealt with, and closes them in the journal."""
 
-    def __init__(
-        self,
-        journal: Journal,
-        trend: Callable[[], tuple[float, float] | None],
-        early_limit: Callable[[], float],
-    ) -> None:
+    def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._trend = trend
-        self._early_limit = early_limit
+        self.baseline: Baseline | None = None
         self._awaited: list[_Awaited] = []
         # After these the run went back, and it is not known yet whether that helped.
         self._went_back_for: set[str] = set()
@@ -151,7 +157,7 @@ class Outcomes:
         for earlier in self._awaited:
             if _came_back(earlier.incident, incident):
                 earlier.after.clear()
-        self._awaited.append(_Awaited(incident, self._trend()))
+        self._awaited.append(_Awaited(incident, None if self.baseline is None else self.baseline.trend()))
         self._note_rollback(incident)
 
     def take_in(self, loss: float, step: int) -> None:
@@ -242,7 +248,8 @@ class Outcomes:
             return "resolved"
         if awaited.trend is None:
             # Without a trend, the losses the run began with.
-            return "resolved" if typical <= self._early_limit() else "unresolved"
+            limit = math.inf if self.baseline is None else self.baseline.early_limit
+            return "resolved" if typical <= limit else "unresolved"
         centre, scale = awaited.trend
         # A floor of 5 % of the loss: after few or very even steps the scale says little.
         return "resolved" if typical <= centre + 2 * max(scale, 0.05 * abs(centre), 1e-3) else "unresolved"

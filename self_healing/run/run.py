@@ -1,12 +1,13 @@
-"""What the parts of a run share: its config, its journal, its budget, what one rank has to tell."""
+"""`Run`: what the parts of a run share, and the parts; its budget; what one rank has to tell the others."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,70 +21,78 @@ from ..journal.journal import Journal
 from ..journal.terminal import Terminal
 from ..ranks import votes
 from ..ranks.session import OtherRanks
+from ..rollback.rollback import Rollback
 from ..system import processes
 from ..system.files import jsonable
 from .healer import Healers, Remedies
 from .incidents import OpenIncident, Outcomes
 
 
-# ---- context: what all families of failures know of the run they heal ----
+Part = TypeVar("Part")
 
 
-@dataclass(slots=True)
-class Attachment:
-    """The trainer that is healed, for the time of one `train()` call."""
-
-    instrument: Instrument | None = None
-    healers: Healers = field(default_factory=lambda: Healers(()))
-    trainer: Any = None
-    broken: bool = False
-    device_lost: bool = False
-    terminal: Terminal | None = None
-    verdict: str = ""
-    doubtful: bool = False
+# ---- run ----
 
 
-@dataclass(slots=True)
-class StopRequest:
-    """A run that has to end, before its next step is applied."""
-
-    incident: Incident | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunContext:
-    """One run, however often `train()` is entered."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class Run:
+    """One run, however often `train()` is entered: what its parts share, and the parts."""
 
     config: HealingConfig
     directory: Path
     run_id: str
-    started_at: float
-    may_enter_again: bool
     journal: Journal
     outcomes: Outcomes
+    rollback: Rollback
     remedies: Remedies
-    checksums: ChecksumQueue
     budget: RecoveryBudget
-    heartbeat: Heartbeat
     ranks: OtherRanks
-    news: News
+    heartbeat: Heartbeat
+    # Waits some seconds, or until the process is asked to leave.
     sleep: Callable[[float], None]
+    # What this process says of that in the vote of a step; 0 if it was not asked.
     leave_asked: Callable[[], int]
-    attachment: Attachment = field(default_factory=Attachment)
-    stop: StopRequest = field(default_factory=StopRequest)
+    may_enter_again: bool
+    started_at: float = field(default_factory=time.time)
+    checksums: ChecksumQueue = field(default_factory=ChecksumQueue)
+    news: News = field(default_factory=lambda: News())
+    # An incident that the run has to end for, before its next step is applied.
+    stop_incident: Incident | None = None
+
+    # The trainer that is healed, and what is attached to it for the time of one `train()` call.
+    trainer: Any = None
+    attached: Instrument | None = None
+    healers: Healers = field(default_factory=lambda: Healers(()))
+    terminal: Terminal | None = None
+    # Code of ours has failed: training goes on without it.
+    broken: bool = False
+    device_lost: bool = False
+    # What the end of the run says beside its incidents.
+    verdict: str = ""
+    doubtful: bool = False
+
+    _parts: dict[type, Any] = field(default_factory=dict)
+
+    def add(self, *parts: Any) -> None:
+        """Adds parts that last as long as the run."""
+        self._parts.update({type(part): part for part in parts})
+
+    def part(self, kind: type[Part]) -> Part:
+        """Gives the part of a class."""
+        found: Part = self._parts[kind]
+        return found
 
     @property
     def step(self) -> int:
         """Optimizer steps finished; 0 while no trainer is attached."""
-        instrument = self.attachment.instrument
-        return 0 if instrument is None else instrument.view.step
+        return 0 if self.attached is None else self.attached.view.step
 
     @property
     def instrument(self) -> Instrument:
         """The instrument of the trainer that is attached."""
-        if self.attachment.instrument is None:
+        if self.attached is None:
             raise RuntimeError("the callback is not attached to a running trainer")
-        return self.attachment.instrument
+        return self.attached
 
     def incident(
         self, step: int, symptom: str, evidence: Mapping[str, Any], severity: Severity | None = None

@@ -17,9 +17,12 @@ from transformers import PreTrainedConfig, TrainerState
 from self_healing import HealingConfig, Incident, SelfHealingCallback, SelfHealingTrainer
 from self_healing.checkpoints.vetting import vet
 from self_healing.failures.recipes import FailureType
-from self_healing.healers.assembly import Run, assemble
+from self_healing.healers.assembly import assemble, load_state, state_of
+from self_healing.healers.numerics.state import NumericsState
+from self_healing.healers.restarts.attempts import Attempts
 from self_healing.healers.restarts.start import start_of, still_alive
 from self_healing.run.record import RECORD_FILE, Ending, RunRecord, UnreadableRecordError
+from self_healing.run.run import Run
 from self_healing.system.processes import launch_of
 
 
@@ -76,15 +79,15 @@ def damages(content: Any, seed: int) -> Iterator[tuple[str, Any]]:
 def record(tmp_path: Path) -> dict[str, Any]:
     """Of a run that failed in its second attempt, with everything in it that there can be."""
     run = assemble(HealingConfig(), tmp_path, run_id="20260101-000000-abcdef")
-    written = RunRecord(tmp_path, run.context.run_id)
-    run.attempts.keep(written, taken_up=False)
+    written = RunRecord(tmp_path, run.run_id)
+    run.part(Attempts).keep(written, taken_up=False)
     for _ in range(2):
-        run.attempts.begin(None, 4)
+        run.part(Attempts).begin(None, 4)
     run.journal.incidents.append(Incident("run-001", 6, "loss_spike", FailureType.DIVERGENCE, steps_lost=3))
-    run.context.budget.used, run.context.budget.failed_at = 2, 6
-    run.numerics.ladder.load_state_dict({"climbed": {"divergence": 2}, "moments_reset": True})
-    run.numerics.learning_rate.reduce(6)
-    run.attempts.end(Ending.FAILED, "RuntimeError")
+    run.budget.used, run.budget.failed_at = 2, 6
+    run.part(NumericsState).ladder.load_state_dict({"climbed": {"divergence": 2}, "moments_reset": True})
+    run.part(NumericsState).learning_rate.reduce(6)
+    run.part(Attempts).end(Ending.FAILED, "RuntimeError")
     return dict(json.loads((tmp_path / RECORD_FILE).read_text()))
 
 
@@ -99,15 +102,15 @@ def taken_up(directory: Path, content: Any) -> Run:
     assert start.steps_to_repeat >= 0
     assert still_alive(record.newest) in (True, False)
     run = assemble(HealingConfig(), directory, run_id=record.run)
-    run.attempts.keep(record, taken_up=True)
-    run.context.budget.spend(6)
-    run.numerics.ladder.next(FailureType.DIVERGENCE, 7, early=False, may_reduce=True, rate="1e-3")
-    run.numerics.learning_rate.scale(9)
-    run.numerics.learning_rate.reduce(9)
-    run.numerics.missing.trained(9)
-    run.attempts.begin(None, 4)
-    run.numerics.close_outcomes()
-    run.attempts.end(Ending.FINISHED)
+    run.part(Attempts).keep(record, taken_up=True)
+    run.budget.spend(6)
+    run.part(NumericsState).ladder.next(FailureType.DIVERGENCE, 7, early=False, may_reduce=True, rate="1e-3")
+    run.part(NumericsState).learning_rate.scale(9)
+    run.part(NumericsState).learning_rate.reduce(9)
+    run.part(NumericsState).missing.trained(9)
+    run.part(Attempts).begin(None, 4)
+    run.part(NumericsState).close_outcomes()
+    run.part(Attempts).end(Ending.FINISHED)
     return run
 
 
@@ -125,7 +128,7 @@ def test_no_damage_to_a_record_stops_a_start(
         except Exception as error:
             raise AssertionError(name) from error
         if not name.startswith("memory"):
-            assert run.numerics.ladder.state_dict()["climbed"] == {"divergence": 3}, name
+            assert run.part(NumericsState).ladder.state_dict()["climbed"] == {"divergence": 3}, name
 
 
 def test_a_whole_record_is_used_without_a_word(
@@ -133,7 +136,7 @@ def test_a_whole_record_is_used_without_a_word(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         run = taken_up(tmp_path, record)
-    assert run.context.budget.failed_at >= 6
+    assert run.budget.failed_at >= 6
     assert caplog.text == ""
 
 
@@ -142,7 +145,7 @@ def test_what_memory_cannot_be_read_of_is_named(
 ) -> None:
     record["memory"]["budget"] = {"used": "often"}
     run = taken_up(tmp_path, record)
-    assert run.context.budget.failed_at >= 6
+    assert run.budget.failed_at >= 6
     assert "What the run record says of budget cannot be read" in caplog.text
 
 
@@ -199,10 +202,10 @@ def test_auto_finds_the_newest_that_can_be_read(finished: Path, tokenizer: Any) 
 def test_no_damage_to_what_detectors_have_learned_stops_a_resume(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = json.loads(json.dumps(assemble(HealingConfig(), tmp_path).state_dict()))
+    state = json.loads(json.dumps(state_of(assemble(HealingConfig(), tmp_path))))
     for name, content in damages(state, seed=0):
         try:
-            assemble(HealingConfig(), tmp_path).load_state_dict(content)
+            load_state(assemble(HealingConfig(), tmp_path), content)
         except Exception as error:
             raise AssertionError(name) from error
     assert "What 'ladder' has learned cannot be taken from the checkpoint" in caplog.text

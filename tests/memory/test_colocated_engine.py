@@ -14,7 +14,7 @@ from test_memory import TooManyRows, out_of_memory
 from trl.generation.vllm_generation import VLLMGeneration
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
-from self_healing.healers.oom.sizes import SIZES_FILE, KnownSizes
+from self_healing.healers.oom.sizes import SIZES_FILE, KnownSizes, MemoryState
 from self_healing.hf.batches import CallShape
 from self_healing.hf.memory import caught
 
@@ -117,11 +117,11 @@ def test_a_lasting_failure_ends_the_run_and_says_nothing_about_the_batch(
         (SelfHealingTrainer(trainer) if wrapped else trainer).train()
     assert callback.run is not None
     # What training needs was learned from training.
-    sizes = callback.run.memory.sizes.state_dict()
+    sizes = callback.run.part(MemoryState).sizes.state_dict()
     assert [rows for rows, _ in sizes["train"]["fails"]] == [4]
     assert not sizes["generate"]["fails"]
     assert not sizes["forward"]["fails"]
-    assert not callback.run.context.attachment.healers.has_claim
+    assert not callback.run.healers.has_claim
 
 
 def test_an_engine_that_keeps_its_requests_is_not_called_again(

@@ -19,7 +19,7 @@ from self_healing.healers.assembly import assemble
 
 
 def test_every_action_of_every_recipe_is_carried_out(tmp_path: Path) -> None:
-    offered = assemble(HealingConfig(), tmp_path).context.remedies.offered
+    offered = assemble(HealingConfig(), tmp_path).remedies.offered
     assert {action for recipe in FAILURE_RECIPES.values() for action in recipe.ladder} <= set(Action)
     assert offered | IN_PLACE == set(Action)
     assert not offered & IN_PLACE

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from self_healing import Action, FailureType, HealingConfig, Incident, UnrecoverableTrainingError
-from self_healing.healers.assembly import Run, assemble
-from self_healing.healers.restarts.attempts import crash_loop, gave_up, take_up
+from self_healing.healers.assembly import assemble
+from self_healing.healers.numerics.state import NumericsState
+from self_healing.healers.restarts.attempts import Attempts, crash_loop, gave_up, take_up
 from self_healing.healers.restarts.start import Start
 from self_healing.run.record import RECORD_FILE, Attempt, Ending, RunRecord
+from self_healing.run.run import Run
 from self_healing.system.files import STATE_FILE
 
 
@@ -27,24 +29,24 @@ def record_of(directory: Path, *attempts: Attempt, incidents: tuple[Incident, ..
 def process(record: RunRecord, rank: int = 0, **settings: Any) -> Run:
     """The next process of the run of a record."""
     run = assemble(HealingConfig(**settings), record.directory, rank, run_id=record.run)
-    run.attempts.keep(record, taken_up=True)
+    run.part(Attempts).keep(record, taken_up=True)
     return run
 
 
 def go_on(run: Run, step: int = 4, **start: Any) -> None:
     """Goes on at a step with the run of its record."""
-    take_up(run.context, run.attempts, Start(f"checkpoint-{step}", step, run.attempts.record, **start))
+    take_up(run, run.part(Attempts), Start(f"checkpoint-{step}", step, run.part(Attempts).record, **start))
 
 
 def refusal(run: Run, step: int = 4, checkpoint: str | None = None, **start: Any) -> UnrecoverableTrainingError:
     with pytest.raises(UnrecoverableTrainingError) as caught:
-        take_up(run.context, run.attempts, Start(checkpoint, step, run.attempts.record, **start))
+        take_up(run, run.part(Attempts), Start(checkpoint, step, run.part(Attempts).record, **start))
     return caught.value
 
 
 def newest(run: Run) -> Attempt:
-    assert run.attempts.record is not None
-    return run.attempts.record.newest
+    assert run.part(Attempts).record is not None
+    return run.part(Attempts).record.newest
 
 
 def ended_with(*actions: Action, failure: FailureType, outcome: str = "fatal") -> Incident:
@@ -68,7 +70,7 @@ class TestAProcessThatWasKilled:
 
     def test_its_end_is_written_down_and_the_next_attempt_begun(self, run: Run) -> None:
         go_on(run)
-        record = RunRecord.read(run.context.directory)
+        record = RunRecord.read(run.directory)
         assert record is not None
         killed, here = record.attempts
         assert (killed.ending, killed.why) == (Ending.RESTART, "killed, or crashed in native code")
@@ -114,7 +116,7 @@ class TestRowsOfAStep:
         earlier = attempt(1, 0, 6, Ending.RUNNING)
         earlier.rows = before
         run = process(record_of(directory, earlier))
-        run.attempts.rows = now
+        run.part(Attempts).rows = now
         go_on(run)
         return run
 
@@ -137,7 +139,7 @@ class TestTheBudget:
     ) -> None:
         run = process(record_of(tmp_path, attempt(1, 0, 6, ending)))
         go_on(run, step, **start)
-        assert run.context.budget.used == used
+        assert run.budget.used == used
 
     def test_once_it_is_spent_the_run_is_not_tried_again(self, tmp_path: Path) -> None:
         attempts = (attempt(1, 0, 9, Ending.RUNNING), attempt(2, 4, 7, Ending.FAILED, "KeyError: 'a'"))
@@ -238,13 +240,13 @@ class TestARunThatHadEndedForGood:
 
     def test_started_by_hand_it_gets_new_attempts(self, tmp_path: Path) -> None:
         spent = assemble(HealingConfig(max_recovery_attempts=1), tmp_path, run_id="run")
-        spent.context.budget.spend(6)
+        spent.budget.spend(6)
         record = self.record(tmp_path)
-        record.recovery_state = spent.numerics.recovery_state()
+        record.recovery_state = spent.part(NumericsState).recovery_state()
         run = process(record, max_recovery_attempts=1)
-        assert run.context.budget.used == 1
+        assert run.budget.used == 1
         go_on(run, by_hand=True)
-        assert run.context.budget.used == 0
+        assert run.budget.used == 0
         assert newest(run).ending is Ending.RUNNING
 
 
@@ -254,11 +256,11 @@ class TestIdsOfIncidents:
     def ids_after(self, directory: Path, **changes: Any) -> list[str]:
         """Those in the journal, when a process that had two incidents is followed by one that has another."""
         first = assemble(HealingConfig(), directory, run_id="run")
-        first.attempts.keep(RunRecord(directory, "run"), taken_up=False)
-        first.attempts.begin(None, 0)
+        first.part(Attempts).keep(RunRecord(directory, "run"), taken_up=False)
+        first.part(Attempts).begin(None, 0)
         for step in (3, 5):
             first.journal.open(step, "made up", {})
-        first.attempts.end(Ending.FAILED)
+        first.part(Attempts).end(Ending.FAILED)
         content = json.loads((directory / RECORD_FILE).read_text())
         (directory / RECORD_FILE).write_text(json.dumps(content | changes))
         record = RunRecord.read(directory)
@@ -284,8 +286,8 @@ class TestWhatTheEarlierProcessEndedWith:
         assert (incident.outcome, incident.actions) == ("open", [Action.STOP, Action.RESUME])
         assert incident.steps_repeated == 2
         # The run comes beyond it.
-        run.context.outcomes.take_in(2.0, 6)
-        run.context.outcomes.close()
+        run.outcomes.take_in(2.0, 6)
+        run.outcomes.close()
         assert incident.outcome != "open"
 
     def test_what_cost_more_already_has_cost_that(self, tmp_path: Path) -> None:
@@ -324,6 +326,6 @@ class TestWhatTheEarlierProcessEndedWith:
 
 def test_a_new_run_has_nothing_to_take_up(tmp_path: Path) -> None:
     run = assemble(HealingConfig(), tmp_path, run_id="run")
-    run.attempts.keep(RunRecord(tmp_path, "run"), taken_up=False)
-    take_up(run.context, run.attempts, Start(None))
+    run.part(Attempts).keep(RunRecord(tmp_path, "run"), taken_up=False)
+    take_up(run, run.part(Attempts), Start(None))
     assert (newest(run).number, newest(run).first_step, run.journal.incidents) == (1, 0, [])

@@ -13,13 +13,15 @@ import pytest
 
 from self_healing import FAILURE_RECIPES, Action, FailureType, HealingConfig, Incident, UnrecoverableTrainingError
 from self_healing.checkpoints.marker import write_marker
-from self_healing.healers.assembly import Run, assemble
+from self_healing.healers.assembly import assemble
 from self_healing.healers.restarts import ending, preemption
 from self_healing.healers.restarts.attempts import Attempts
-from self_healing.healers.restarts.ending import leave_lost_device, write_down_lost_device
+from self_healing.healers.restarts.ending import RunEnding, leave_lost_device, write_down_lost_device
+from self_healing.healers.restarts.preemption import Departure
 from self_healing.hf.trainer_state import ResumePoint
 from self_healing.ranks.messages import Failure
 from self_healing.run.record import Attempt, Ending, RunRecord
+from self_healing.run.run import Run
 from self_healing.run.status import RunState, StatusKeeper, read_status
 
 
@@ -27,13 +29,13 @@ def process(directory: Path, step: int = 6, recorded: bool = True, rank: int = 0
     """A process that has come to a step of a run."""
     run = assemble(HealingConfig(**settings), directory, rank, run_id="run")
     if recorded:
-        run.attempts.keep(RunRecord(directory, "run"), taken_up=False)
-        run.attempts.begin(None, 0)
+        run.part(Attempts).keep(RunRecord(directory, "run"), taken_up=False)
+        run.part(Attempts).begin(None, 0)
     state = SimpleNamespace(global_step=step, log_history=[{"loss": 2.5, "step": step}])
     trainer = SimpleNamespace(state=state, args=SimpleNamespace(output_dir=str(directory)))
-    run.context.attachment.trainer = trainer
+    run.trainer = trainer
     saves = SimpleNamespace(longest=7.0)
-    run.context.attachment.instrument = SimpleNamespace(  # type: ignore[assignment]
+    run.attached = SimpleNamespace(  # type: ignore[assignment]
         view=SimpleNamespace(step=step), saves=saves, trainer=trainer, may_be_left=True, on_detach=[]
     )
     return run
@@ -84,7 +86,7 @@ def test_a_run_that_another_rank_has_given_up_is_given_up(
     tmp_path: Path, exit_code: int | None, ending: Ending
 ) -> None:
     run = process(tmp_path)
-    run.ending.end_process("rank 1 failed first", of_rank_1(exit_code), exit_code or 75)
+    run.part(RunEnding).end_process("rank 1 failed first", of_rank_1(exit_code), exit_code or 75)
     assert record_in(tmp_path).ending is ending
 
 
@@ -94,8 +96,8 @@ def test_what_the_other_ranks_end_to_be_started_again_for_is_not_given_up(
 ) -> None:
     run = process(tmp_path)
     here = SimpleNamespace(rank=1, failures=[of_rank_1(exit_code)])
-    monkeypatch.setattr(run.context.ranks, "_session", here)
-    run.ending.note_exception(UnrecoverableTrainingError("data"))
+    monkeypatch.setattr(run.ranks, "_session", here)
+    run.part(RunEnding).note_exception(UnrecoverableTrainingError("data"))
     assert record_in(tmp_path).ending is ending
 
 
@@ -116,13 +118,13 @@ def older(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bool]]:
 class TestAProcessThatIsAskedToLeave:
     def leave(self, run: Run, step: int = 6, checkpoint: str | None = None) -> BaseException:
         with pytest.raises(BaseException) as left:  # noqa: PT011
-            run.departure.leave(step, str(run.context.directory), checkpoint)
+            run.part(Departure).leave(step, str(run.directory), checkpoint)
         return left.value
 
     def test_it_writes_down_where_it_goes_on(self, tmp_path: Path) -> None:
         run = process(tmp_path)
-        run.departure.preemption.requested = signal.SIGUSR1
-        run.attempts.tell_status(tmp_path, 40)
+        run.part(Departure).preemption.requested = signal.SIGUSR1
+        run.part(Attempts).tell_status(tmp_path, 40)
         left = self.leave(run, checkpoint=marked(tmp_path, 4))
         assert isinstance(left, SystemExit)
         assert left.code == 75
@@ -138,8 +140,8 @@ class TestAProcessThatIsAskedToLeave:
 
     def test_with_the_callback_alone_the_status_says_so_too(self, tmp_path: Path) -> None:
         run = process(tmp_path, recorded=False)
-        run.departure.preemption.requested = signal.SIGTERM
-        run.attempts.tell_status(tmp_path, 40)
+        run.part(Departure).preemption.requested = signal.SIGTERM
+        run.part(Attempts).tell_status(tmp_path, 40)
         self.leave(run, checkpoint=marked(tmp_path, 6))
         status = read_status(tmp_path)
         assert status is not None
@@ -169,16 +171,16 @@ class TestAProcessThatIsAskedToLeave:
     ) -> None:
         run, wishes = process(tmp_path), 0.0
         for each in said:
-            run.departure.preemption.requested = signal.Signals[each]
-            wishes += run.context.leave_asked()
-        run.departure.preemption.requested = None
-        run.departure.begin(wishes)
+            run.part(Departure).preemption.requested = signal.Signals[each]
+            wishes += run.leave_asked()
+        run.part(Departure).preemption.requested = None
+        run.part(Departure).begin(wishes)
         left = self.leave(run)
         assert isinstance(left, SystemExit)
         assert (left.code, run.journal.incidents[0].cause) == (code, f"{name} to another process")
         # What the launcher sends to those that are left once one of them has ended.
-        run.departure.preemption.requested = signal.SIGTERM
-        assert run.departure.preemption.exit_code == code
+        run.part(Departure).preemption.requested = signal.SIGTERM
+        assert run.part(Departure).preemption.exit_code == code
 
     def test_without_a_checkpoint_all_steps_are_done_again(self, tmp_path: Path) -> None:
         run = process(tmp_path)
@@ -188,20 +190,20 @@ class TestAProcessThatIsAskedToLeave:
 
     def test_it_leaves_with_what_a_handler_of_the_user_has_raised(self, tmp_path: Path) -> None:
         run = process(tmp_path)
-        run.departure.preemption.raised = raised = SystemExit(7)
+        run.part(Departure).preemption.raised = raised = SystemExit(7)
         assert self.leave(run) is raised
 
     def test_at_the_deadline_it_is_written_down(self, tmp_path: Path) -> None:
         run = process(tmp_path)
-        run.departure.end_at_the_deadline("too late")
+        run.part(Departure).end_at_the_deadline("too late")
         assert (record_in(tmp_path).ending, record_in(tmp_path).newest.why) == (Ending.PREEMPTED, "too late")
         (event,) = events(run, "preemption_deadline")
         assert (event["step"], event["why"]) == (6, "too late")
 
     def test_of_a_run_that_was_left_without_a_word_nothing_is_held(self, tmp_path: Path) -> None:
         run = process(tmp_path, recorded=False)
-        run.attempts.tell_status(tmp_path, 40)
-        run.departure.forget()
+        run.part(Attempts).tell_status(tmp_path, 40)
+        run.part(Departure).forget()
         status = read_status(tmp_path)
         assert status is not None
         assert (status.state, status.step) == (RunState.STOPPED, 6)
@@ -212,7 +214,7 @@ class TestAnIncidentThatNothingCures:
     def test_the_run_ends_with_it(self, tmp_path: Path, older: list[tuple[str, str, bool]]) -> None:
         run = process(tmp_path)
         incident = fatal(run)
-        error = run.ending.stop(incident, "The line is dead.", ConnectionError("refused"))
+        error = run.part(RunEnding).stop(incident, "The line is dead.", ConnectionError("refused"))
         assert (incident.actions, incident.outcome) == ([Action.STOP], "fatal")
         assert older == [("run", str(tmp_path), False)]
         found = written(tmp_path)
@@ -223,7 +225,7 @@ class TestAnIncidentThatNothingCures:
         advice = f"{FAILURE_RECIPES[FailureType.NETWORK].advice} The checkpoint to resume from: checkpoint-4."
         assert found["what_to_do"].startswith(advice)
         path = str(tmp_path / "postmortem.json")
-        assert (error.failure, error.postmortem, run.attempts.postmortem) == (FailureType.NETWORK, path, path)
+        assert (error.failure, error.postmortem, run.part(Attempts).postmortem) == (FailureType.NETWORK, path, path)
         assert str(error) == (
             f"Training stopped at step 6: The line is dead. What to do: {advice} Postmortem: {path}."
         )
@@ -236,7 +238,7 @@ class TestAnIncidentThatNothingCures:
         told: list[tuple[str, str]] = []
         run.journal.notify = lambda incident: told.append((incident.id, incident.outcome))
         incident = fatal(run)
-        run.ending.stop(incident, "why")
+        run.part(RunEnding).stop(incident, "why")
         assert told == [(incident.id, "fatal")]
         (line,) = [record for record in caplog.records if getattr(record, "incident", None) == incident.to_dict()]
         assert line.levelname == "ERROR"
@@ -245,22 +247,22 @@ class TestAnIncidentThatNothingCures:
         self, tmp_path: Path, older: list[tuple[str, str, bool]]
     ) -> None:
         run = process(tmp_path)
-        run.attempts.resume_point = emergency_checkpoint(tmp_path, 6)
-        run.ending.stop(fatal(run), "why")
+        run.part(Attempts).resume_point = emergency_checkpoint(tmp_path, 6)
+        run.part(RunEnding).stop(fatal(run), "why")
         assert written(tmp_path)["emergency_checkpoint"] == str(tmp_path / "checkpoint-6")
-        assert run.attempts.resume_point.path == str(tmp_path / "checkpoint-6")
+        assert run.part(Attempts).resume_point.path == str(tmp_path / "checkpoint-6")
         assert older == []
 
     def test_one_of_an_earlier_step_is_not(self, tmp_path: Path, older: list[tuple[str, str, bool]]) -> None:
         run = process(tmp_path)
-        run.attempts.resume_point = emergency_checkpoint(tmp_path, 5)
-        run.ending.stop(fatal(run), "why")
+        run.part(Attempts).resume_point = emergency_checkpoint(tmp_path, 5)
+        run.part(RunEnding).stop(fatal(run), "why")
         assert written(tmp_path)["emergency_checkpoint"] is None
         assert len(older) == 1
 
     def test_what_it_was_told_to_go_on_from_counts(self, tmp_path: Path, older: list[tuple[str, str, bool]]) -> None:
         run = process(tmp_path)
-        run.ending.stop(fatal(run), "why", resume_from="checkpoint-2")
+        run.part(RunEnding).stop(fatal(run), "why", resume_from="checkpoint-2")
         assert written(tmp_path)["resume_with"] == "trainer.train(resume_from_checkpoint='checkpoint-2')"
         assert older == []
 
@@ -268,7 +270,7 @@ class TestAnIncidentThatNothingCures:
         self, tmp_path: Path, older: list[tuple[str, str, bool]]
     ) -> None:
         run = process(tmp_path)
-        run.ending.stop(fatal(run, FailureType.NOT_TRAINED), "why")
+        run.part(RunEnding).stop(fatal(run, FailureType.NOT_TRAINED), "why")
         assert older == [("run", str(tmp_path), True)]
 
     @pytest.mark.usefixtures("older")
@@ -276,12 +278,12 @@ class TestAnIncidentThatNothingCures:
         run = process(tmp_path)
         incident = fatal(run)
         incident.evidence["remedy"] = "Plug it in."
-        assert "What to do: Plug it in. The checkpoint" in str(run.ending.stop(incident, "why"))
+        assert "What to do: Plug it in. The checkpoint" in str(run.part(RunEnding).stop(incident, "why"))
 
     @pytest.mark.usefixtures("older")
     def test_without_a_diagnosis_it_is_the_users_code(self, tmp_path: Path) -> None:
         run = process(tmp_path)
-        assert run.ending.stop(run.journal.open(6, "made up", {}), "why").failure is FailureType.USER_CODE
+        assert run.part(RunEnding).stop(run.journal.open(6, "made up", {}), "why").failure is FailureType.USER_CODE
 
     @pytest.mark.usefixtures("older")
     def test_what_it_was_dealt_with_in_is_closed_but_not_a_hang(self, tmp_path: Path) -> None:
@@ -289,7 +291,7 @@ class TestAnIncidentThatNothingCures:
         around, hang, told = fatal(run, FailureType.DIVERGENCE), fatal(run, FailureType.HANG), fatal(run)
         run.journal.closed(told, "reported")
         incident = fatal(run)
-        run.ending.stop(incident, "why")
+        run.part(RunEnding).stop(incident, "why")
         outcomes = [each.outcome for each in (around, hang, told, incident)]
         assert outcomes == ["unresolved", "open", "reported", "fatal"]
 
@@ -298,17 +300,17 @@ class TestAnIncidentThatNothingCures:
 class TestAnExceptionThatEndsTheRun:
     def stop(self, run: Run, resume_from: Any, failure: FailureType = FailureType.NETWORK, **given: Any) -> str:
         error = ConnectionError("refused")
-        return run.ending.stop_for_exception(fatal(run, failure), failure, error, resume_from, **given)
+        return run.part(RunEnding).stop_for_exception(fatal(run, failure), failure, error, resume_from, **given)
 
     def test_the_emergency_checkpoint_it_would_go_on_from_is_published(self, tmp_path: Path) -> None:
         run = process(tmp_path)
-        run.attempts.resume_point = point = emergency_checkpoint(tmp_path, 6)
+        run.part(Attempts).resume_point = point = emergency_checkpoint(tmp_path, 6)
         advice = self.stop(run, point.path)
         found = written(tmp_path)
         assert found["emergency_checkpoint"] == str(tmp_path / "checkpoint-6")
         assert advice.endswith(f"The checkpoint to resume from: {tmp_path / 'checkpoint-6'}.")
         assert (found["verdict"], found["what_to_do"].startswith(advice)) == ("ConnectionError: refused", True)
-        assert run.attempts.postmortem == str(tmp_path / "postmortem.json")
+        assert run.part(Attempts).postmortem == str(tmp_path / "postmortem.json")
         assert [each.outcome for each in run.journal.incidents] == ["fatal"]
 
     @pytest.mark.parametrize("resume_from", [True, None, "checkpoint-2"])
@@ -334,8 +336,8 @@ class TestADeviceThatIsLost:
     ) -> None:
         run = process(tmp_path, launcher_restarts=restarts)
         newest = marked(tmp_path, 4)
-        write_down_lost_device(run.ending, RuntimeError("x" * 600))
-        write_down_lost_device(run.ending, RuntimeError("and again"))
+        write_down_lost_device(run.part(RunEnding), RuntimeError("x" * 600))
+        write_down_lost_device(run.part(RunEnding), RuntimeError("and again"))
         (incident,) = run.journal.incidents
         again = restarts == "yes"
         assert incident.actions == [Action.EXIT_FOR_RESTART if again else Action.STOP]
@@ -345,13 +347,13 @@ class TestADeviceThatIsLost:
         assert [event["exit_code"] for event in events(run, "action") if again] == ([75] if again else [])
         found = written(tmp_path)
         assert found["resume_with"] == f"trainer.train(resume_from_checkpoint={newest!r})"
-        assert (found["emergency_checkpoint"], run.context.attachment.device_lost) == (None, True)
+        assert (found["emergency_checkpoint"], run.device_lost) == (None, True)
         assert found["verdict"].startswith("RuntimeError: xxx")
 
     def test_without_a_checkpoint_it_is_what_the_process_began_with(self, tmp_path: Path) -> None:
         run = process(tmp_path, recorded=False)
-        run.attempts.first_resume = "somewhere/checkpoint-2"
-        write_down_lost_device(run.ending, RuntimeError("lost"), "gone")
+        run.part(Attempts).first_resume = "somewhere/checkpoint-2"
+        write_down_lost_device(run.part(RunEnding), RuntimeError("lost"), "gone")
         assert written(tmp_path)["resume_with"] == "trainer.train(resume_from_checkpoint='somewhere/checkpoint-2')"
         assert written(tmp_path)["verdict"] == "gone"
         # With the callback alone, the exception is the user's.
@@ -359,9 +361,9 @@ class TestADeviceThatIsLost:
 
     def test_what_cannot_be_written_down_raises_nothing(self, tmp_path: Path) -> None:
         run = process(tmp_path)
-        run.context.attachment.trainer = None
-        write_down_lost_device(run.ending, RuntimeError("lost"))
-        assert run.context.attachment.device_lost
+        run.trainer = None
+        write_down_lost_device(run.part(RunEnding), RuntimeError("lost"))
+        assert run.device_lost
 
     def test_the_process_ends_only_where_it_is_started_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -371,12 +373,12 @@ class TestADeviceThatIsLost:
             "self_healing.healers.restarts.ending.end_process_with", lambda code, error: ends.append((code, error))
         )
         error = RuntimeError("lost")
-        leave_lost_device(process(tmp_path, launcher_restarts="no").ending, error)
-        leave_lost_device(process(tmp_path, recorded=False, launcher_restarts="yes").ending, error)
+        leave_lost_device(process(tmp_path, launcher_restarts="no").part(RunEnding), error)
+        leave_lost_device(process(tmp_path, recorded=False, launcher_restarts="yes").part(RunEnding), error)
         assert ends == []
         run = process(tmp_path, launcher_restarts="yes")
         with pytest.raises(SystemExit) as left:
-            leave_lost_device(run.ending, error)
+            leave_lost_device(run.part(RunEnding), error)
         assert (left.value.code, ends) == (75, [(75, error)])
         assert (record_in(tmp_path).ending, record_in(tmp_path).newest.why) == (Ending.RESTART, "RuntimeError: lost")
 
@@ -384,8 +386,8 @@ class TestADeviceThatIsLost:
 class TestTheEndOfTheRun:
     def test_it_is_finished_and_its_emergency_checkpoint_goes(self, tmp_path: Path) -> None:
         run = process(tmp_path)
-        run.attempts.resume_point = emergency_checkpoint(tmp_path, 5)
-        run.ending.finish()
+        run.part(Attempts).resume_point = emergency_checkpoint(tmp_path, 5)
+        run.part(RunEnding).finish()
         assert (record_in(tmp_path).ending, record_in(tmp_path).newest.last_step) == (Ending.FINISHED, 6)
         assert not (tmp_path / "emergency").exists()
 
@@ -394,23 +396,23 @@ class TestTheEndOfTheRun:
         run = process(tmp_path)
         emergency_checkpoint(tmp_path, 5)
         (tmp_path / "postmortem.json").write_text(json.dumps({"run": "run"}))
-        run.attempts.taken_up = taken_up
-        run.ending.finish()
+        run.part(Attempts).taken_up = taken_up
+        run.part(RunEnding).finish()
         assert (tmp_path / "emergency").exists() is not taken_up
         # It is not what became of the run.
         assert (tmp_path / "postmortem.json").exists() is not taken_up
 
     def test_what_was_put_off_is_raised(self, tmp_path: Path) -> None:
         run = process(tmp_path)
-        run.departure.preemption.raised = SystemExit(5)
+        run.part(Departure).preemption.raised = SystemExit(5)
         with pytest.raises(SystemExit):
-            run.ending.finish()
+            run.part(RunEnding).finish()
         assert record_in(tmp_path).ending is Ending.FINISHED
 
     def test_a_signal_in_the_last_step_is_told_of(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         run = process(tmp_path)
-        run.departure.preemption.requested = signal.SIGTERM
-        run.ending.finish()
+        run.part(Departure).preemption.requested = signal.SIGTERM
+        run.part(RunEnding).finish()
         assert "SIGTERM arrived in the last step" in caplog.text
 
     @pytest.mark.parametrize(
@@ -428,7 +430,7 @@ class TestTheEndOfTheRun:
         self, tmp_path: Path, error: BaseException, expected: Ending
     ) -> None:
         run = process(tmp_path)
-        run.ending.note_exception(error)
+        run.part(RunEnding).note_exception(error)
         record = record_in(tmp_path)
         assert (record.ending, record.newest.why.split(":")[0]) == (expected, type(error).__name__)
         # What was told of already is told in a postmortem of its own.
@@ -440,12 +442,12 @@ class TestTheEndOfTheRun:
     @pytest.mark.usefixtures("older")
     def test_the_status_names_the_step_that_the_run_had_come_to(self, tmp_path: Path) -> None:
         run = process(tmp_path)
-        assert run.attempts.record is not None
+        assert run.part(Attempts).record is not None
         # As of the last incident.
-        run.attempts.record.newest.last_step = 2
-        run.attempts.status = StatusKeeper(tmp_path)
-        run.attempts.status.begin(run.context.run_id, run.journal.path, 0, 8, marks=False)
-        run.ending.note_exception(KeyboardInterrupt())
+        run.part(Attempts).record.newest.last_step = 2
+        run.part(Attempts).status = StatusKeeper(tmp_path)
+        run.part(Attempts).status.begin(run.run_id, run.journal.path, 0, 8, marks=False)
+        run.part(RunEnding).note_exception(KeyboardInterrupt())
         status = read_status(tmp_path)
         assert status is not None
         assert (status.step, record_in(tmp_path).newest.last_step) == (6, 6)
@@ -453,7 +455,7 @@ class TestTheEndOfTheRun:
     @pytest.mark.usefixtures("older")
     def test_a_bug_is_told_with_the_newest_checkpoint(self, tmp_path: Path) -> None:
         run = process(tmp_path)
-        run.ending.note_exception(KeyError("a"))
+        run.part(RunEnding).note_exception(KeyError("a"))
         found = written(tmp_path)
         assert (found["failure"], found["verdict"]) == ("user_code", "KeyError: 'a'")
         assert found["resume_with"] == "trainer.train(resume_from_checkpoint='checkpoint-4')"
@@ -462,11 +464,11 @@ class TestTheEndOfTheRun:
         self, tmp_path: Path, older: list[tuple[str, str, bool]]
     ) -> None:
         run = process(tmp_path)
-        run.attempts.resume_point = emergency_checkpoint(tmp_path, 6)
+        run.part(Attempts).resume_point = emergency_checkpoint(tmp_path, 6)
         waiting = fatal(run)
         run.journal.acted(waiting, Action.RESUME.value)
-        run.context.outcomes.wait_for(waiting)
-        run.ending.note_exception(KeyboardInterrupt())
+        run.outcomes.wait_for(waiting)
+        run.part(RunEnding).note_exception(KeyboardInterrupt())
         found = written(tmp_path)
         assert (found["failure"], found["verdict"]) == ("interrupted", "the run was interrupted")
         assert found["emergency_checkpoint"] == str(tmp_path / "checkpoint-6")
@@ -477,9 +479,9 @@ class TestTheEndOfTheRun:
     @pytest.mark.usefixtures("older")
     def test_what_was_written_first_counts(self, tmp_path: Path) -> None:
         run = process(tmp_path)
-        run.attempts.end(Ending.PREEMPTED, "SIGTERM")
-        run.ending.note_exception(SystemExit(143))
-        run.ending.finish()
+        run.part(Attempts).end(Ending.PREEMPTED, "SIGTERM")
+        run.part(RunEnding).note_exception(SystemExit(143))
+        run.part(RunEnding).finish()
         assert (record_in(tmp_path).ending, record_in(tmp_path).newest.why) == (Ending.PREEMPTED, "SIGTERM")
         assert not (tmp_path / "postmortem.json").exists()
 
@@ -487,8 +489,8 @@ class TestTheEndOfTheRun:
     def test_a_postmortem_that_is_written_already_stays(self, tmp_path: Path) -> None:
         run = process(tmp_path)
         error = ConnectionError("refused")
-        run.ending.stop_for_exception(fatal(run), FailureType.NETWORK, error, None, "the line is dead")
-        run.ending.note_exception(error)
+        run.part(RunEnding).stop_for_exception(fatal(run), FailureType.NETWORK, error, None, "the line is dead")
+        run.part(RunEnding).note_exception(error)
         assert written(tmp_path)["verdict"] == "the line is dead"
         assert record_in(tmp_path).postmortem == str(tmp_path / "postmortem.json")
 
@@ -496,8 +498,8 @@ class TestTheEndOfTheRun:
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         run = process(tmp_path)
-        run.context.attachment.trainer = None
-        run.ending.note_exception(KeyError("a"))
+        run.trainer = None
+        run.part(RunEnding).note_exception(KeyError("a"))
         assert "How the run ended could not be written down" in caplog.text
 
 
@@ -507,9 +509,9 @@ class TestTheProcessesOfARun:
         def begun(last: int = 6, rank: int = 0) -> Attempts:
             run = process(tmp_path, recorded=False, rank=rank)
             earlier = Attempt(2, 1, "here", 1.0, None, 0, last, Ending.FAILED)
-            run.attempts.keep(RunRecord(tmp_path, "run", [earlier]), taken_up=True)
-            run.attempts.begin("checkpoint-4", 4)
-            return run.attempts
+            run.part(Attempts).keep(RunRecord(tmp_path, "run", [earlier]), taken_up=True)
+            run.part(Attempts).begin("checkpoint-4", 4)
+            return run.part(Attempts)
 
         return begun
 
@@ -555,9 +557,9 @@ class TestTheProcessesOfARun:
 
     def test_where_another_process_trains_nothing_is_told(self, tmp_path: Path) -> None:
         run = process(tmp_path, recorded=False)
-        run.attempts.keep(RunRecord(tmp_path, "run", kept=False), taken_up=False)
-        run.attempts.tell_status(tmp_path, 40)
-        assert run.attempts.status is None
+        run.part(Attempts).keep(RunRecord(tmp_path, "run", kept=False), taken_up=False)
+        run.part(Attempts).tell_status(tmp_path, 40)
+        assert run.part(Attempts).status is None
         assert not list(tmp_path.iterdir())
 
     def test_an_end_is_told_in_the_status_too(self, begun: Callable[..., Attempts], tmp_path: Path) -> None:
@@ -572,8 +574,8 @@ class TestTheProcessesOfARun:
 
     def test_an_exception_on_its_way_out_of_the_callbacks_trainer_is_its_end(self, tmp_path: Path) -> None:
         run = process(tmp_path, recorded=False)
-        run.attempts.tell_status(tmp_path, 40)
-        instrument: Any = run.context.instrument
+        run.part(Attempts).tell_status(tmp_path, 40)
+        instrument: Any = run.instrument
         instrument.failsafe = SimpleNamespace(switched_off=False)
         (left,) = instrument.on_detach
         left()
@@ -597,7 +599,7 @@ class TestTheProcessesOfARun:
         over = Incident("run-002", 3, "made up", outcome="reported")
         entries = [waiting.to_dict(), over.to_dict()]
         run = process(tmp_path, recorded=False)
-        run.attempts.keep(RunRecord(tmp_path, "run", [Attempt(1, 1, "here", 1.0)], entries), taken_up=True)
+        run.part(Attempts).keep(RunRecord(tmp_path, "run", [Attempt(1, 1, "here", 1.0)], entries), taken_up=True)
         assert [each.id for each in run.journal.incidents] == ["run-001", "run-002"]
-        run.context.outcomes.close()
+        run.outcomes.close()
         assert [each.outcome for each in run.journal.incidents] == ["resolved", "reported"]

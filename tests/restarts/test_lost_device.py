@@ -201,7 +201,7 @@ def test_an_exception_that_does_not_say_so_ends_in_the_same_postmortem(
 
 ENDING = """
 import os, sys, threading
-from self_healing.restarts.process_exit import end_process_with
+from self_healing.healers.restarts.ending import end_process_with
 
 class Block:
     def __del__(self):

@@ -118,7 +118,7 @@ def test_what_safetensors_and_torch_raise_on_a_disk_that_takes_no_more_is_known(
     script = """
         import resource, signal, sys, torch
         from safetensors.torch import save_file
-        from self_healing.classify import classify_exception
+        from self_healing.failures.classify import classify_exception
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -246,7 +246,7 @@ def out_of_reach(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("out_of_reach")
 def test_where_nothing_is_known_of_what_was_written_that_is_said(tmp_path: Path) -> None:
     assert "PermissionError" in (remove_torn(tmp_path / "checkpoint-2") or "")
-    healer = SaveHealer(assemble(HealingConfig(), tmp_path).context, list)
+    healer = SaveHealer(assemble(HealingConfig(), tmp_path))
     assert not healer.failed(RuntimeError("PytorchStreamWriter failed writing"), tmp_path / "checkpoint-2", 2, None)
 
 
@@ -339,7 +339,7 @@ def test_a_checkpoint_of_an_earlier_run_stays_when_nothing_was_written_to_it(tmp
     def not_allowed(*_: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    healer = SaveHealer(assemble(HealingConfig(), tmp_path).context, list)
+    healer = SaveHealer(assemble(HealingConfig(), tmp_path))
     assert not CheckpointSaving(trainer, healer, contextlib.nullcontext).write(not_allowed, None, None)
     assert vet(tmp_path / "checkpoint-2").usable
 

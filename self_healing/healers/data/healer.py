@@ -20,7 +20,7 @@ from ...hf.adapter import Instrument
 from ...hf.dataloader import TrainingLoader
 from ...journal.incident import Incident
 from ...run.healer import Claim, Healer, HealingContext
-from ...run.run import RunContext
+from ...run.run import Run
 from ...system import processes
 from ..inspection import digest_of
 from .datasets import GuardedCollator, GuardedDataset
@@ -62,7 +62,7 @@ class LoadCalls(Protocol):
 class SampleHealer(Healer):
     """Guards the data of a run, and reports what the guards find."""
 
-    def __init__(self, run: RunContext, quarantine: Quarantine, calls: LoadCalls) -> None:
+    def __init__(self, run: Run, quarantine: Quarantine, calls: LoadCalls) -> None:
         self.run = run
         self.config = run.config
         self.actions = run.remedies

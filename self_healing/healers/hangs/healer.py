@@ -16,7 +16,7 @@ from ...failures.retry import RetryPolicy
 from ...hf.adapter import Instrument
 from ...ranks.messages import Failure, Position, failure_of, where_all_are
 from ...run.healer import Claim, Healer
-from ...run.run import RunContext
+from ...run.run import Run
 from ...system.processes import EXIT_FOR_RESTART, restarts_on_exit
 from .threads import collective_in, current_frames, line_of, unfinished_collectives, user_line_of, write_stacks
 from .watchdog import Watchdog, within
@@ -40,7 +40,7 @@ class HangWatch(Healer):
 
     def __init__(
         self,
-        run: RunContext,
+        run: Run,
         before_exit: Callable[[str, Failure | None, int], None],
         still_training: Callable[[FrameType | None], bool],
         over: Callable[[], None],
@@ -99,7 +99,7 @@ class HangWatch(Healer):
     def left_by(self, error: BaseException) -> None:
         """Tells the other ranks of an exception that leaves `train()`; of the first one, and not of how a run ends."""
         self._joint_exit.call_off()
-        ranks, instrument = self._run.ranks, self._run.attachment.instrument
+        ranks, instrument = self._run.ranks, self._run.attached
         if not ranks.known:
             return
         if isinstance(error, SystemExit) and instrument is not None and instrument.leaving.begun:
@@ -126,7 +126,7 @@ class HangWatch(Healer):
         return None if self._watchdog is None else self._watchdog.claim(error)
 
     def _at_the_end(self) -> bool:
-        instrument = self._run.attachment.instrument
+        instrument = self._run.attached
         return instrument is not None and instrument.view.at_the_end
 
     def _leave_last_step(self) -> None:
@@ -134,7 +134,7 @@ class HangWatch(Healer):
         Called beside the training thread, which waits in a collective for a rank that is gone, or has been let out of
         it by an exception since.
         """
-        instrument, deadline = self._run.attachment.instrument, time.monotonic() + _LETTING_OUT
+        instrument, deadline = self._run.attached, time.monotonic() + _LETTING_OUT
         began = self._position()
         while not self._stands(began) and time.monotonic() < deadline:
             time.sleep(_GLANCE_AT_RANKS)
@@ -155,7 +155,7 @@ class HangWatch(Healer):
         return self._watchdog.position()
 
     def _detached(self) -> None:
-        error, instrument = sys.exception(), self._run.attachment.instrument
+        error, instrument = sys.exception(), self._run.attached
         switched_off = instrument is not None and instrument.failsafe.switched_off
         # The wrapper's run goes on to its postmortem, and says itself when it is over.
         says_when_over = self._counts_attempts()
@@ -193,7 +193,7 @@ class JointExit:
 
     def __init__(
         self,
-        run: RunContext,
+        run: Run,
         position: Callable[[], Position],
         at_the_end: Callable[[], bool],
         before_exit: Callable[[str, Failure, int], None],

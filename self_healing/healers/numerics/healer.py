@@ -32,11 +32,11 @@ from ...hf.step import Window
 from ...hf.view import blueprint_of, kept_weights
 from ...journal.incident import Incident
 from ...ranks import votes
-from ...rollback.rollback import Rollback, Target, WentBack
+from ...rollback.rollback import Target, WentBack
 from ...rollback.trusted import StateTrials
 from ...run.healer import HealingContext
 from ...run.incidents import OpenIncident
-from ...run.run import RunContext
+from ...run.run import Run
 from ...system import processes
 from ...system.files import rank_in
 from .detectors.panel import DetectorPanel
@@ -53,12 +53,12 @@ logger = logging.getLogger(__name__)
 class NumericsHealer:
     """Heals one kind of failure of a step."""
 
-    def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
         self.config = run.config
         self.actions = run.remedies
-        self.numerics = numerics
-        self.rollback = rollback
+        self.numerics = run.part(NumericsState)
+        self.rollback = run.rollback
 
     @property
     def instrument(self) -> Instrument:
@@ -106,7 +106,7 @@ class NumericsHealer:
                 self.numerics.clipping.apply(window, signals, ceiling, may_clip=self.instrument.view.can_reexecute)
 
     def incident(self, step: int, symptom: str, evidence: Mapping[str, Any], severity: Any = None) -> OpenIncident:
-        """Opens an incident of this family ([`RunContext.incident`]): what is seen in a step, by all ranks alike."""
+        """Opens an incident of this family ([`Run.incident`]): what is seen in a step, by all ranks alike."""
         self.numerics.opened += 1
         return self.run.incident(step, symptom, evidence, severity)
 
@@ -192,10 +192,8 @@ _LEAST_TRIAL_STEPS = 3
 class RollbackClimb(NumericsHealer):
     """Goes back to a trusted state in the middle of a step, for any failure that this may cure."""
 
-    def __init__(
-        self, run: RunContext, numerics: NumericsState, rollback: Rollback, damaged: DamagedCheckpointHealer
-    ) -> None:
-        super().__init__(run, numerics, rollback)
+    def __init__(self, run: Run, damaged: DamagedCheckpointHealer) -> None:
+        super().__init__(run)
         self._damaged = damaged
         # The last step in which the run went back.
         self.went_back_in = -1

@@ -15,9 +15,8 @@ from ...hf.objective import StepSignals
 from ...hf.step import Window
 from ...journal.incident import Incident
 from ...ranks import votes
-from ...rollback.rollback import Rollback
 from ...run.healer import Healer, HealingContext
-from ...run.run import RunContext
+from ...run.run import Run
 from ...system import processes
 from .healer import DamagedCheckpointHealer, NumericsHealer, RollbackClimb
 from .loss import DivergenceHealer, RedFlagHealer, SpikeHealer, StepObserver
@@ -35,22 +34,21 @@ logger = logging.getLogger("self_healing")
 class StepJudge(Healer):
     """Judges the steps of a run, with gradients computed and nothing applied yet, and hands each to who heals it."""
 
-    def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        self.numerics = numerics
-        self.rollback = rollback
-        common = run, numerics, rollback
-        self.memory = MemoryWhileHealing(*common)
-        self.damaged_checkpoint = DamagedCheckpointHealer(*common)
-        climb = RollbackClimb(*common, self.damaged_checkpoint)
-        self.red_flags = RedFlagHealer(*common, climb)
-        self.corrupted_state = CorruptedStateHealer(*common, climb)
-        self.replicas = ReplicaHealer(*common, climb)
-        divergence = DivergenceHealer(*common, self.damaged_checkpoint, climb)
-        self.observer = StepObserver(*common, divergence, climb)
-        self.nonfinite = NonfiniteHealer(*common, self.observer, self.damaged_checkpoint, climb)
-        self.spikes = SpikeHealer(*common, self.observer, divergence, climb)
-        self.untrained_run = UntrainedRunHealer(*common, self.damaged_checkpoint)
+        self.numerics = run.part(NumericsState)
+        self.rollback = run.rollback
+        self.memory = MemoryWhileHealing(run)
+        self.damaged_checkpoint = DamagedCheckpointHealer(run)
+        climb = RollbackClimb(run, self.damaged_checkpoint)
+        self.red_flags = RedFlagHealer(run, climb)
+        self.corrupted_state = CorruptedStateHealer(run, climb)
+        self.replicas = ReplicaHealer(run, climb)
+        divergence = DivergenceHealer(run, self.damaged_checkpoint, climb)
+        self.observer = StepObserver(run, divergence, climb)
+        self.nonfinite = NonfiniteHealer(run, self.observer, self.damaged_checkpoint, climb)
+        self.spikes = SpikeHealer(run, self.observer, divergence, climb)
+        self.untrained_run = UntrainedRunHealer(run, self.damaged_checkpoint)
 
     def judge(self, window: Window) -> None:
         """Judges one step. It is left as it is, healed in place, or left out; or the run ends."""
@@ -130,7 +128,7 @@ class StepJudge(Healer):
 
     def _signals(self, window: Window, digest: Callable[[], torch.Tensor] | None = None) -> StepSignals:
         return window.signals(
-            stop=self.run.stop.incident is not None,
+            stop=self.run.stop_incident is not None,
             roll_back=self.numerics.roll_back_for is not None,
             leave=self.run.leave_asked(),
             news=self.run.news.waiting,
@@ -159,7 +157,7 @@ class StepJudge(Healer):
     # ---- between two steps ----
 
     def metrics(self, training: bool, summary: bool) -> dict[str, float]:
-        instrument = self.run.attachment.instrument
+        instrument = self.run.attached
         return self.numerics.metrics(None if instrument is None else instrument.view.step, training)
 
     def checkpoints_wait(self) -> bool:
@@ -249,7 +247,7 @@ class MemoryWhileHealing(NumericsHealer):
             return None
         if isinstance(error, TrainingFault):
             # Handed to the wrapper, which enters `train()` again.
-            if self.run.attachment.healers.has_claim:
+            if self.run.healers.has_claim:
                 return None
             error = error.error
         return error if is_out_of_memory(error) else None
@@ -297,10 +295,8 @@ _SKIPPED_IN_A_ROW = 20
 class UntrainedRunHealer(NumericsHealer):
     """Counts the steps of a run that an engine of its own leaves out, and looks at its end how much was trained."""
 
-    def __init__(
-        self, run: RunContext, numerics: NumericsState, rollback: Rollback, damaged: DamagedCheckpointHealer
-    ) -> None:
-        super().__init__(run, numerics, rollback)
+    def __init__(self, run: Run, damaged: DamagedCheckpointHealer) -> None:
+        super().__init__(run)
         self._damaged = damaged
         self._skipped = range(0)
 

@@ -13,13 +13,11 @@ from ...hf.objective import StepSignals
 from ...hf.step import Window
 from ...journal.incident import Incident
 from ...ranks import votes
-from ...rollback.rollback import Rollback
 from ...run.healer import HealingContext
 from ...run.incidents import Diagnosis, OpenIncident
-from ...run.run import RunContext
+from ...run.run import Run
 from .diagnosis import diagnose_rise, diagnose_stillness
 from .healer import DamagedCheckpointHealer, NumericsHealer, RollbackClimb
-from .state import NumericsState
 
 
 logger = logging.getLogger("self_healing")
@@ -40,13 +38,11 @@ class DivergenceHealer(NumericsHealer):
 
     def __init__(
         self,
-        run: RunContext,
-        numerics: NumericsState,
-        rollback: Rollback,
+        run: Run,
         damaged: DamagedCheckpointHealer,
         climb: RollbackClimb,
     ) -> None:
-        super().__init__(run, numerics, rollback)
+        super().__init__(run)
         self._damaged, self._climb = damaged, climb
 
     def heal(self, opened: OpenIncident, failure: FailureType, window: Window) -> None:
@@ -166,13 +162,11 @@ class StepObserver(NumericsHealer):
 
     def __init__(
         self,
-        run: RunContext,
-        numerics: NumericsState,
-        rollback: Rollback,
+        run: Run,
         divergence: DivergenceHealer,
         climb: RollbackClimb,
     ) -> None:
-        super().__init__(run, numerics, rollback)
+        super().__init__(run)
         self._divergence, self._climb = divergence, climb
         self._trained: list[bool] = []
 
@@ -250,14 +244,12 @@ class SpikeHealer(NumericsHealer):
 
     def __init__(
         self,
-        run: RunContext,
-        numerics: NumericsState,
-        rollback: Rollback,
+        run: Run,
         observer: StepObserver,
         divergence: DivergenceHealer,
         climb: RollbackClimb,
     ) -> None:
-        super().__init__(run, numerics, rollback)
+        super().__init__(run)
         self._observer, self._divergence, self._climb = observer, divergence, climb
 
     @property
@@ -324,8 +316,8 @@ class SpikeHealer(NumericsHealer):
 class RedFlagHealer(NumericsHealer):
     """Holds logs against the metric rules, and ends the run or goes back before the next step is applied."""
 
-    def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback, climb: RollbackClimb) -> None:
-        super().__init__(run, numerics, rollback)
+    def __init__(self, run: Run, climb: RollbackClimb) -> None:
+        super().__init__(run)
         self._climb = climb
 
     def read_logs(self, step: int, logs: Mapping[str, Any]) -> None:
@@ -347,8 +339,8 @@ class RedFlagHealer(NumericsHealer):
             told |= {about} - {""}
             opened = self.open(symptom, FailureType.RED_FLAG, symptom.name.removeprefix("rule:").replace("_", " "))
             acts = numerics.policy.acts_on(action)
-            if acts and action == "stop" and run.stop.incident is None:
-                run.stop.incident = opened.incident
+            if acts and action == "stop" and run.stop_incident is None:
+                run.stop_incident = opened.incident
             elif acts and action == "rollback" and numerics.roll_back_for is None:
                 numerics.roll_back_for = opened.incident
             else:
@@ -357,8 +349,8 @@ class RedFlagHealer(NumericsHealer):
     def stop(self, window: Window) -> None:
         """Ends the run before a step is applied."""
         run = self.run
-        incident = self._known_to_all(run.stop.incident, window)
-        run.stop.incident = None
+        incident = self._known_to_all(run.stop_incident, window)
+        run.stop_incident = None
         evidence = incident.evidence
         verdict = str(evidence.get("diagnosis", "a metric rule ended the run"))
         if incident.failure is FailureType.RED_FLAG:

@@ -10,14 +10,13 @@ from ...hf.state import nonfinite_copies
 from ...hf.step import Window
 from ...journal.incident import Incident
 from ...ranks import votes
-from ...rollback.rollback import Rollback, Target, WentBack
+from ...rollback.rollback import Target, WentBack
 from ...run.healer import HealingContext
 from ...run.incidents import Diagnosis, OpenIncident
-from ...run.run import RunContext
+from ...run.run import Run
 from .diagnosis import diagnose, diagnose_start
 from .healer import DamagedCheckpointHealer, NumericsHealer, RollbackClimb
 from .loss import StepObserver
-from .state import NumericsState
 
 
 # ---- nonfinite: heals steps whose loss or gradient is not finite ----
@@ -42,14 +41,12 @@ class NonfiniteHealer(NumericsHealer):
 
     def __init__(
         self,
-        run: RunContext,
-        numerics: NumericsState,
-        rollback: Rollback,
+        run: Run,
         observer: StepObserver,
         damaged: DamagedCheckpointHealer,
         climb: RollbackClimb,
     ) -> None:
-        super().__init__(run, numerics, rollback)
+        super().__init__(run)
         self._observer, self._damaged, self._climb = observer, damaged, climb
 
     def heal(self, window: Window, symptom: Symptom) -> None:
@@ -156,8 +153,8 @@ class CorruptedStateHealer(NumericsHealer):
     since then again.
     """
 
-    def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback, climb: RollbackClimb) -> None:
-        super().__init__(run, numerics, rollback)
+    def __init__(self, run: Run, climb: RollbackClimb) -> None:
+        super().__init__(run)
         self._climb = climb
         self._told_of_state = False
 

@@ -10,9 +10,8 @@ from transformers import TrainingArguments
 from ...failures.recipes import Action, FailureType
 from ...hf.adapter import Instrument
 from ...hf.state import reset_moments
-from ...rollback.rollback import Rollback
 from ...run.healer import CarryOut, HealingContext
-from ...run.run import RunContext
+from ...run.run import Run
 from ..inspection import check_data_quality, check_model_init, vocabulary_of
 from .state import NumericsState
 
@@ -20,10 +19,10 @@ from .state import NumericsState
 class NumericsRemedies:
     """Heals steps inside of them, goes back to trusted states, and changes the learning rate."""
 
-    def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._numerics = numerics
-        self._rollback = rollback
+        self._numerics = run.part(NumericsState)
+        self._rollback = run.rollback
 
     def table(self) -> dict[Action, CarryOut]:
         """The actions, and what does each."""

@@ -14,13 +14,11 @@ from ...failures.recipes import Action, FailureType
 from ...hf.replicas import DIGEST_PARTS, Apart, Group, Replicas, SumsOfGroups, are_apart, unlike
 from ...hf.step import Window
 from ...ranks import votes
-from ...rollback.rollback import Rollback
 from ...run.healer import HealingContext
 from ...run.incidents import OpenIncident
-from ...run.run import RunContext
+from ...run.run import Run
 from ...system import processes
 from .healer import NumericsHealer, RollbackClimb
-from .state import NumericsState
 
 
 logger = logging.getLogger("self_healing")
@@ -42,8 +40,8 @@ class ReplicaHealer(NumericsHealer):
     applies the steps since then again, and names the rank that was hit.
     """
 
-    def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback, climb: RollbackClimb) -> None:
-        super().__init__(run, numerics, rollback)
+    def __init__(self, run: Run, climb: RollbackClimb) -> None:
+        super().__init__(run)
         self._climb = climb
         self._replicas: Replicas | None = None
         self._off = False

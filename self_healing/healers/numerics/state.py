@@ -18,7 +18,7 @@ from ...hf.step import Window
 from ...journal.incident import Incident
 from ...journal.journal import Journal
 from ...run.incidents import OUTCOME_STEPS, Outcomes
-from ...run.run import RecoveryBudget
+from ...run.run import Run
 from ...system import processes
 from ...system.files import Stateful, take_over_whole
 from ...system.random_state import Repeatability
@@ -42,26 +42,16 @@ class NumericsState:
     policy, ladder and learning rate.
     """
 
-    def __init__(
-        self,
-        config: HealingConfig,
-        journal: Journal,
-        budget: RecoveryBudget,
-        outcomes: Outcomes,
-        step: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self._step = step
-        self.config = config
-        self.journal = journal
-        self.outcomes = outcomes
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.config, self.journal, self.outcomes, self.budget = run.config, run.journal, run.outcomes, run.budget
         self.panel: DetectorPanel | None = None
         self.rules: MetricRules | None = None
         self.clipping: StepClipping | None = None
-        self.budget = budget
-        self.ladder = RollbackLadder(config, budget)
-        self.learning_rate = LearningRateControl(config)
+        self.ladder = RollbackLadder(self.config, self.budget)
+        self.learning_rate = LearningRateControl(self.config)
         self.rate_after_reduction: float | None = None
-        self.repeatability = RepeatabilityCheck(journal)
+        self.repeatability = RepeatabilityCheck(self.journal)
         # Whether the checkpoint that was resumed from has still to show that it is good.
         self.on_trial = False
         self.resumed_from: str | None = None
@@ -99,6 +89,10 @@ class NumericsState:
     def warm(self) -> bool:
         """Whether the detectors have a baseline, from a checkpoint or from the steps there were."""
         return self.panel is not None and self.panel.loss_trend.ready
+
+    def trend(self) -> tuple[float, float] | None:
+        """Median and scale of the losses before now."""
+        return self.detector.trend()
 
     @property
     def early_limit(self) -> float:
@@ -188,7 +182,7 @@ class NumericsState:
         At the end of the run, or of this process's part in it: judges what is still open by the steps there were.
         """
         # No healthy step has come after them.
-        self.repeatability.tell(self._step())
+        self.repeatability.tell(self.run.step)
         self.outcomes.close(unfollowed)
         self.watch.end()
 

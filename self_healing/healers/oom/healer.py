@@ -30,7 +30,7 @@ from ...ranks import votes
 from ...rollback.ring import SnapshotRing
 from ...run.healer import Claim, Healer, HealingContext, claim_by_recipe
 from ...run.incidents import OpenIncident
-from ...run.run import RunContext
+from ...run.run import Run
 from ...system import processes
 from .calls import ModelCalls
 from .microbatches import Microbatches
@@ -52,7 +52,7 @@ class MemoryHealer(Healer):
 
     def __init__(
         self,
-        run: RunContext,
+        run: Run,
         state: MemoryState,
         free_batches: Callable[[bool], int],
         note_recomputed: Callable[[Incident], None],
@@ -127,7 +127,7 @@ class MemoryHealer(Healer):
         if pieces > 1:
             found["healing/split_into"] = pieces
         self._models.count_from_here()
-        if self.run.attachment.instrument is None:
+        if self.run.attached is None:
             return found
         retries = alloc_retries(self._instrument.view.device)
         if self._alloc_retries is not None and retries > self._alloc_retries:
@@ -502,7 +502,7 @@ class MemoryHealer(Healer):
 class _SplitModels:
     """Has every call of a trainer's models go over as few rows as it has to, until it is released."""
 
-    def __init__(self, run: RunContext, sizes: KnownSizes) -> None:
+    def __init__(self, run: Run, sizes: KnownSizes) -> None:
         self._run = run
         self._sizes = sizes
         self._splits: list[ModelCalls] = []
@@ -611,7 +611,7 @@ class MemoryOutsideOfModel:
     memory to everything else.
     """
 
-    def __init__(self, run: RunContext, trainer: Any) -> None:
+    def __init__(self, run: Run, trainer: Any) -> None:
         self._config = run.config
         self._run = run
         self._trainer = trainer
@@ -625,7 +625,7 @@ class MemoryOutsideOfModel:
         last, self._ran_out_at = self._ran_out_at, step
         if last is None or step - last > _LATELY:
             return Claim(incident, Action.FREE_MEMORY)
-        instrument = self._run.attachment.instrument
+        instrument = self._run.attached
         if self._config.oom_reduce_batch and instrument is not None:
             try:
                 plan = smaller_batch(self._trainer, instrument.objective.name)

@@ -15,7 +15,7 @@ from ...failures.recipes import Action
 from ...hf.batches import CallShape, Kind
 from ...hf.memory import change_batch, free_memory
 from ...run.healer import CarryOut, HealingContext
-from ...run.run import RunContext
+from ...run.run import Run
 from ...system.files import of_rank, replace_file
 
 
@@ -348,7 +348,7 @@ class MemoryState:
 class SizesFile:
     """`healing_sizes.json`: keeps what is known to fit in the run directory; each rank has a file of its own."""
 
-    def __init__(self, run: RunContext, state: MemoryState) -> None:
+    def __init__(self, run: Run, state: MemoryState) -> None:
         self._run = run
         self._state = state
 

@@ -22,7 +22,7 @@ from ...ranks import votes
 from ...rollback.shared_memory import StateUnusable
 from ...run.incidents import may_be_repeated
 from ...run.record import Attempt, Ending, RunRecord
-from ...run.run import RunContext
+from ...run.run import Run
 from ...run.status import RunState, StatusKeeper
 from ...system.files import POSTMORTEM_FILE, STATE_FILE
 from ...system.processes import launch_of
@@ -58,7 +58,7 @@ class Attempts:
     `train()` was entered.
     """
 
-    def __init__(self, run: RunContext, steps: HealedSteps) -> None:
+    def __init__(self, run: Run, steps: HealedSteps) -> None:
         self._run = run
         self.steps = steps
         # Told to those who look into the output directory, by the first process.
@@ -124,7 +124,7 @@ class Attempts:
         record, run = self.record, self._run
         if record is None or run.journal.rank != 0:
             return
-        if run.attachment.instrument is not None:
+        if run.attached is not None:
             record.newest.last_step = max(record.newest.last_step, run.step)
         record.incidents = [incident.to_dict() for incident in run.journal.of_all_ranks]
         record.recovery_state = self.steps.recovery_state()
@@ -244,7 +244,7 @@ def crash_loop(record: RunRecord, attempts_allowed: int, died: bool) -> Refusal:
     return Refusal(verdict, advice, step)
 
 
-def take_up(run: RunContext, attempts: Attempts, start: Start) -> None:
+def take_up(run: Run, attempts: Attempts, start: Start) -> None:
     """Goes on with what an earlier process left, if that may be tried once more, and begins this process's attempt."""
     refusal: Refusal | None = None
     try:
@@ -256,7 +256,7 @@ def take_up(run: RunContext, attempts: Attempts, start: Start) -> None:
         _refuse(run, attempts, start, refusal)
 
 
-def _judge(run: RunContext, attempts: Attempts, start: Start) -> Refusal | None:
+def _judge(run: Run, attempts: Attempts, start: Start) -> Refusal | None:
     """Takes in how the process before this one ended. Gives why the run is not continued, if it is not."""
     record = start.record
     if record is None:
@@ -303,7 +303,7 @@ def _warn_about_rows(before: int, now: int, step: int) -> None:
     )
 
 
-def _infer_death(run: RunContext, start: Start, earlier: Attempt) -> None:
+def _infer_death(run: Run, start: Start, earlier: Attempt) -> None:
     """Opens the incident of a process that was killed, which only the next one can write down."""
     evidence = {
         "pid": earlier.pid,
@@ -318,7 +318,7 @@ def _infer_death(run: RunContext, start: Start, earlier: Attempt) -> None:
     earlier.ending, earlier.why = Ending.RESTART, "killed, or crashed in native code"
 
 
-def _count_repeated_steps(run: RunContext, start: Start, refused: bool) -> None:
+def _count_repeated_steps(run: Run, start: Start, refused: bool) -> None:
     """Adds to the last incident of the process before this one what it costs: that shows where the run goes on."""
     incident = next(iter(run.journal.incidents[-1:]), None)
     if incident is None or incident.outcome not in ("open", "fatal"):
@@ -336,7 +336,7 @@ def _count_repeated_steps(run: RunContext, start: Start, refused: bool) -> None:
     run.journal.taken_up(incident, start.step, start.checkpoint)
 
 
-def go_on_from_disk(run: RunContext, attempts: Attempts, checkpoint: str | None, why: StateUnusable) -> None:
+def go_on_from_disk(run: Run, attempts: Attempts, checkpoint: str | None, why: StateUnusable) -> None:
     """Goes on from disk in place of a state in memory that does not fit the trainer, and counts what that costs."""
     step = 0 if checkpoint is None else step_of(checkpoint, default=0)
     came_to = 0 if attempts.record is None else max(attempt.last_step for attempt in attempts.record.attempts[:-1])
@@ -357,7 +357,7 @@ def go_on_from_disk(run: RunContext, attempts: Attempts, checkpoint: str | None,
     attempts.begin_from_older(checkpoint, step)
 
 
-def _refuse(run: RunContext, attempts: Attempts, start: Start, refused: Refusal) -> NoReturn:
+def _refuse(run: Run, attempts: Attempts, start: Start, refused: Refusal) -> NoReturn:
     """Ends a run that is not tried once more; the postmortem speaks of all its attempts and all its processes."""
     others = run.journal.errors_of_other_ranks(start.step) if refused.postmortem is None else []
     told = "".join(
@@ -405,7 +405,7 @@ def _log_history_in(checkpoint: str | None) -> list[dict[str, Any]]:
 
 
 def continue_bookkeeping(
-    run: RunContext, attempts: Attempts, instrument: Instrument, resumed_from: str | None, step: int
+    run: Run, attempts: Attempts, instrument: Instrument, resumed_from: str | None, step: int
 ) -> None:
     """
     Takes over what was written down beside the checkpoint that was resumed from, and does first what is pending of it.

@@ -40,7 +40,7 @@ from ...rollback.rollback import Rollback, Target
 from ...rollback.shared_memory import ROOT, SharedStates, remove_rank
 from ...run.healer import CarryOut, HealingContext
 from ...run.record import Ending
-from ...run.run import RunContext
+from ...run.run import Run
 from ...system import processes
 from ...system.files import OFF_FILE, replace_file
 from ...system.processes import EXIT_FOR_RESTART, end_at_once, log_safely, restarts_on_exit
@@ -63,7 +63,7 @@ _HEARING_OF_IT, _HEARING_WHERE = 2.5, 1.5
 class RunEnding:
     """Writes down how a run ends, or this process's part in it: closes what is open, and leaves a postmortem."""
 
-    def __init__(self, run: RunContext, attempts: Attempts, departure: Departure) -> None:
+    def __init__(self, run: Run, attempts: Attempts, departure: Departure) -> None:
         self.run = run
         self.attempts = attempts
         self.departure = departure
@@ -165,7 +165,7 @@ class RunEnding:
             ending = Ending.GAVE_UP
         attempts.end(ending, why)
         # Last: a disk that hangs here keeps nothing from the next process.
-        run.attachment.healers.process_ends()
+        run.healers.process_ends()
 
     def _close_as_fatal(self, incident: Incident) -> None:
         self.run.journal.acted(incident, Action.STOP.value)
@@ -278,7 +278,7 @@ class RunEnding:
     @property
     def _trainer(self) -> Any:
         """The trainer of the run; of its state only numbers are read."""
-        return self.run.attachment.trainer
+        return self.run.trainer
 
     @property
     def step(self) -> int:
@@ -324,9 +324,9 @@ def ending_the_job(config: HealingConfig, args: Any, *meant: type[Exception]) ->
 
 def write_down_lost_device(ending: RunEnding, error: BaseException, verdict: str = "") -> None:
     """Writes incident and postmortem, once in a run."""
-    if ending.run.attachment.device_lost:
+    if ending.run.device_lost:
         return
-    ending.run.attachment.device_lost = True
+    ending.run.device_lost = True
     try:
         _write_down(ending, error, verdict or describe_exception(error))
     except Exception:
@@ -392,14 +392,12 @@ def _end() -> None:
 class LastResorts:
     """Saves an emergency checkpoint, waits before `train()` is entered again, or stops the run with a postmortem."""
 
-    def __init__(
-        self, run: RunContext, attempts: Attempts, ending: RunEnding, rollback: Rollback, last_step: LastStep
-    ) -> None:
+    def __init__(self, run: Run, attempts: Attempts, ending: RunEnding, last_step: LastStep) -> None:
         self.run = run
         self.config = run.config
         self.attempts = attempts
         self.ending = ending
-        self.rollback = rollback
+        self.rollback = run.rollback
         self.last_step = last_step
 
     def table(self) -> dict[Action, CarryOut]:
@@ -481,7 +479,7 @@ def _why_there_is_none(instrument: Instrument) -> str:
 _GOES_ON = frozenset({Ending.RUNNING, Ending.RESTART, Ending.FAILED})
 
 
-def let_snapshots_outlive(run: RunContext, attempts: Attempts, rollback: Rollback, trainer: Any) -> None:
+def let_snapshots_outlive(run: Run, attempts: Attempts, rollback: Rollback, trainer: Any) -> None:
     """Has snapshots taken in shared memory, where a launcher will start the job again."""
     args = trainer.args
     record, config, memory = attempts.record, run.config, attempts.memory
@@ -515,7 +513,7 @@ def let_snapshots_outlive(run: RunContext, attempts: Attempts, rollback: Rollbac
     )
 
 
-def leave_snapshots(run: RunContext, attempts: Attempts, rollback: Rollback, args: Any) -> None:
+def leave_snapshots(run: Run, attempts: Attempts, rollback: Rollback, args: Any) -> None:
     """Leaves them to the next process, or removes them if there will be none."""
     record = attempts.record
     if record is None or not record.kept:

@@ -18,7 +18,7 @@ from ...failures.recipes import Action, FailureType, Interruption
 from ...hf.patching import is_training
 from ...ranks.messages import Failure
 from ...run.record import Ending
-from ...run.run import RunContext
+from ...run.run import Run
 from ...run.status import RunState
 from ...system.processes import EXIT_FOR_RESTART
 from .attempts import Attempts
@@ -250,7 +250,7 @@ def _is_just_in_time(handler: Any) -> bool:
 class Departure:
     """Lets a process leave when it is preempted."""
 
-    def __init__(self, run: RunContext, attempts: Attempts) -> None:
+    def __init__(self, run: Run, attempts: Attempts) -> None:
         self._run = run
         self._attempts = attempts
         # Whether the run ends with the step that was finished last.
@@ -280,7 +280,7 @@ class Departure:
 
     def still_training(self, frame: Any) -> bool:
         """Whether the run still goes on: without the wrapper, an exception ends `train()` without a word."""
-        instrument = self._run.attachment.instrument
+        instrument = self._run.attached
         # The wrapper takes its handlers back whatever happens.
         return self._attempts.record is not None or (instrument is not None and is_training(instrument.trainer, frame))
 
@@ -313,11 +313,11 @@ class Departure:
 
     def may_be_interrupted(self) -> bool:
         """Whether the step can be left where it is: only where `train()` is entered again is anything saved of it."""
-        instrument = self._run.attachment.instrument
+        instrument = self._run.attached
         return self._run.may_enter_again and instrument is not None and instrument.may_be_left
 
     def longest_save(self) -> float:
-        instrument = self._run.attachment.instrument
+        instrument = self._run.attached
         return 0.0 if instrument is None else instrument.saves.longest
 
     def end_at_the_deadline(self, why: str) -> None:
@@ -326,7 +326,7 @@ class Departure:
         code = self.preemption.exit_code
         run.ranks.tell(Failure(run.ranks.rank, run.step, FailureType.PREEMPTED, why, exit_code=code))
         self._attempts.end(*self._ending(why))
-        run.attachment.healers.process_ends()
+        run.healers.process_ends()
 
     def _ending(self, why: str) -> tuple[Ending, str]:
         """
