@@ -24,14 +24,13 @@ from .healers.restarts.ending import ending_the_job
 from .healers.restarts.preemption import Departure
 from .healers.restarts.start import is_off, tell_of_unfinished
 from .healers.train_begin_end import (
-    Entry,
     begin_run,
     end_run,
+    enter,
     heal_the_last_step,
     pause_speaking,
     start_speaking,
     stop_speaking,
-    tell_start,
 )
 from .hf.adapter import Instrument
 from .hf.patching import find_resume_path, find_trainer, is_training
@@ -199,14 +198,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 tell_of_unfinished(str(args.output_dir), wrapped=False)
         run.journal.notify = lambda incident: self._tell_callbacks(trainer, incident)
         self._hide_own_files(args)
-        before = run.attached
-        moved = before.optimizer_step.weights_moved if before is not None else int(state.global_step) > 0
-        entry = Entry(run, trainer, moved)
-        entry.begin(self._rules, resumed_from, self._state_of(state), wrapped=adopted is not None)
-        entry.attach(wrapped=adopted is not None)
-        entry.go_on(resumed_from)
-        if run.part(Attempts).in_first_entry:
-            tell_start(run, entry.instrument, wrapped=adopted is not None)
+        enter(run, trainer, self._rules, resumed_from, self._state_of(state), wrapped=adopted is not None)
         if adopted is None and args.auto_find_batch_size:
             logger.warning(
                 "auto_find_batch_size=True starts over with a smaller batch after an out-of-memory error that could "

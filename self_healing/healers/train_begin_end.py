@@ -72,126 +72,131 @@ _LIMITS = (
 )
 
 
-class Entry:
-    """Heals what happens inside of one `train()` call."""
+def enter(
+    run: Run,
+    trainer: Any,
+    rules: Sequence[MetricRule],
+    resumed_from: str | None,
+    saved: Mapping[str, Any] | None,
+    wrapped: bool,
+) -> None:
+    """Attaches a run to its trainer for one `train()` call, after a look at what it would go on with."""
+    before = run.attached
+    moved = before.optimizer_step.weights_moved if before is not None else int(trainer.state.global_step) > 0
+    run.trainer, run.healers = trainer, _healers_of(run)
+    run.attached = instrument = Instrument(
+        trainer,
+        run.healers,
+        heals_exceptions=run.config.on_nonfinite in ("heal", "skip"),
+        started_at=run.started_at,
+        heartbeat=run.heartbeat,
+    )
+    instrument.call.doubt = partial(setattr, run.journal, "doubt")
+    # What a checkpoint holds was trained, by us or by somebody else; a run that is entered again goes on.
+    instrument.optimizer_step.weights_moved |= moved
+    _take_in(run, rules, resumed_from, saved)
+    first = run.part(Attempts).in_first_entry
+    finite = not first or refuse_nonfinite_weights(run, resumed_from)
+    if first:
+        if not wrapped and resumed_from is not None:
+            # The wrapper has looked before the Trainer loaded anything.
+            refuse_damaged_checkpoint(run, Path(resumed_from))
+        tell_of_offloaded(instrument)
+    _attach(run, first, wrapped)
+    _go_on(run, first, resumed_from, finite)
+    if first:
+        tell_start(run, instrument, wrapped)
 
-    def __init__(self, run: Run, trainer: Any, moved: bool) -> None:
-        self._run = run
-        self._trainer = run.trainer = trainer
-        run.healers = healers = _healers_of(run)
-        self.instrument = Instrument(
-            trainer,
-            healers,
-            heals_exceptions=run.config.on_nonfinite in ("heal", "skip"),
-            started_at=run.started_at,
-            heartbeat=run.heartbeat,
-        )
-        self.instrument.call.doubt = partial(setattr, run.journal, "doubt")
-        # What a checkpoint holds was trained, by us or by somebody else; a run that is entered again goes on.
-        self.instrument.optimizer_step.weights_moved |= moved
-        run.attached = self.instrument
-        self._finite = True
-        self._closing = ClosingReport(run)
 
-    def begin(
-        self, rules: Sequence[MetricRule], resumed_from: str | None, saved: Mapping[str, Any] | None, wrapped: bool
-    ) -> None:
-        """Takes in where the run is, and looks at what it would go on with, before anything is attached."""
-        run, attempts, numerics = self._run, self._run.part(Attempts), self._run.part(NumericsState)
-        args, state = self._trainer.args, self._trainer.state
-        step = int(state.global_step)
-        if not attempts.entered:
-            if args.process_index == 0:
-                remove_leftovers(args.output_dir, run.config.healing_dir)
-            if not attempts.taken_up:
-                run.journal.set_aside_postmortem()
-            numerics.begin_watching(self.instrument, rules)
-            if saved is not None:
-                load_state(run, saved)
-            attempts.load_recovery_state()
-            # A state in shared memory is gone by the time that anything is gone back to.
-            attempts.first_resume = None if attempts.in_memory(resumed_from) else resumed_from
-            numerics.learning_rate.begin(int(state.max_steps), self.instrument.view.beta2)
-            numerics.missing.begin(step)
-            numerics.resumed_from, numerics.on_trial = resumed_from, resumed_from is not None
-        else:
-            numerics.go_on_counting(step, healing_state_of(state.stateful_callbacks) or {})
-        attempts.enter()
-        self._finite = not attempts.in_first_entry or refuse_nonfinite_weights(run, resumed_from)
-        if attempts.in_first_entry:
-            if not wrapped and resumed_from is not None:
-                # The wrapper has looked before the Trainer loaded anything.
-                refuse_damaged_checkpoint(run, Path(resumed_from))
-            tell_of_offloaded(self.instrument)
+def _take_in(run: Run, rules: Sequence[MetricRule], resumed_from: str | None, saved: Mapping[str, Any] | None) -> None:
+    """Takes in where the run is, before anything is attached."""
+    attempts, numerics, instrument = run.part(Attempts), run.part(NumericsState), run.instrument
+    args, state = run.trainer.args, run.trainer.state
+    step = int(state.global_step)
+    if not attempts.entered:
+        if args.process_index == 0:
+            remove_leftovers(args.output_dir, run.config.healing_dir)
+        if not attempts.taken_up:
+            run.journal.set_aside_postmortem()
+        numerics.begin_watching(instrument, rules)
+        if saved is not None:
+            load_state(run, saved)
+        attempts.load_recovery_state()
+        # A state in shared memory is gone by the time that anything is gone back to.
+        attempts.first_resume = None if attempts.in_memory(resumed_from) else resumed_from
+        numerics.learning_rate.begin(int(state.max_steps), instrument.view.beta2)
+        numerics.missing.begin(step)
+        numerics.resumed_from, numerics.on_trial = resumed_from, resumed_from is not None
+    else:
+        numerics.go_on_counting(step, healing_state_of(state.stateful_callbacks) or {})
+    attempts.enter()
 
-    def go_on(self, resumed_from: str | None) -> None:
-        """
-        Goes on where a checkpoint was written, tells that the run has started, and keeps the state it starts with.
-        """
-        run, instrument = self._run, self.instrument
-        args, state, rules = self._trainer.args, self._trainer.state, run.part(NumericsState).rules
-        step, max_steps = int(state.global_step), int(state.max_steps)
-        continue_bookkeeping(run, run.part(Attempts), instrument, resumed_from, step)
-        run.journal.event(
-            "run_started",
-            step,
-            objective=instrument.objective.name,
-            detectors=["nonfinite", *sorted(instrument.objective.detectors)],
-            rules=[] if rules is None else sorted(rule.name for rule in rules.rules),
-            resumed_from=resumed_from,
-            max_steps=max_steps,
-            output_dir=os.path.abspath(args.output_dir),
-            pid=os.getpid(),
-            process_began=Process.this_one().began,
-            host=socket.gethostname(),
-            limits={name: getattr(run.config, name) for name in _LIMITS}
-            | {
-                "budget_refund_steps": REFUND_STEPS,
-                "max_spike_skips": MAX_SPIKE_SKIPS,
-                "skip_window": SKIP_WINDOW,
-            },
-            **run.part(NumericsState).rate_in_force(),
-        )
-        run.part(Attempts).tell_status(Path(args.output_dir), max_steps)
-        on_disk = None if run.part(Attempts).in_memory(resumed_from) else resumed_from
-        if resumed_from is not None and run.part(Attempts).in_first_entry:
-            warn_about_the_rate(instrument, on_disk)
-        run.rollback.begin(instrument, not run.part(NumericsState).warm, on_disk, self._finite)
-        run.part(LastStep).begin()
-        if instrument.view.only_watched is not None:
-            logger.warning("%s; steps are watched, but not healed.", instrument.view.only_watched)
 
-    def attach(self, wrapped: bool) -> None:
-        """Attaches the instrument, and then what goes around it: what is attached later is called first."""
-        run, instrument = self._run, self.instrument
-        if not wrapped:
-            # Last of all: what is taken off first may still write something down.
-            instrument.on_detach.insert(0, self._closing.write)
-        instrument.attach()
-        run.healers.attach(first=run.part(Attempts).in_first_entry)
-        if run.part(Attempts).in_first_entry:
-            refuse_wrong_sums(run)
-        output_dir = Path(self._trainer.args.output_dir)
-        instrument.best_model = BestModel(
-            self._trainer,
-            [output_dir, output_dir / PINNED_DIR],
-            vet_weights,
-            may_be_loaded,
-            partial(tell_of_best_model, run),
-        )
-        if not wrapped:
-            self._guard_reporting()
-        if not wrapped and run.config.on_preemption == "save":
-            run.part(Departure).preemption.listen()
-            instrument.on_detach.append(run.part(Departure).preemption.release)
+def _attach(run: Run, first: bool, wrapped: bool) -> None:
+    """Attaches the instrument, and then what goes around it: what is attached later is called first."""
+    instrument, closing = run.instrument, ClosingReport(run)
+    if not wrapped:
+        # Last of all: what is taken off first may still write something down.
+        instrument.on_detach.insert(0, closing.write)
+    instrument.attach()
+    run.healers.attach(first=first)
+    if first:
+        refuse_wrong_sums(run)
+    output_dir = Path(run.trainer.args.output_dir)
+    instrument.best_model = BestModel(
+        run.trainer,
+        [output_dir, output_dir / PINNED_DIR],
+        vet_weights,
+        may_be_loaded,
+        partial(tell_of_best_model, run),
+    )
+    if wrapped:
+        return
+    # The wrapper guards trackers and Hub from before `train()` to its very end.
+    reporting = Reporting(run)
+    guard = ReportingGuard(run.trainer, reporting, closing.before_closing)
+    instrument.on_detach.append(lambda: reporting.sum_up(instrument.view.step))
+    instrument.on_detach.append(guard.detach)
+    guard.attach()
+    if run.config.on_preemption == "save":
+        run.part(Departure).preemption.listen()
+        instrument.on_detach.append(run.part(Departure).preemption.release)
 
-    def _guard_reporting(self) -> None:
-        """Without the wrapper, which guards trackers and Hub from before `train()` to its very end."""
-        instrument, reporting = self.instrument, Reporting(self._run)
-        guard = ReportingGuard(self._trainer, reporting, self._closing.before_closing)
-        instrument.on_detach.append(lambda: reporting.sum_up(instrument.view.step))
-        instrument.on_detach.append(guard.detach)
-        guard.attach()
+
+def _go_on(run: Run, first: bool, resumed_from: str | None, finite: bool) -> None:
+    """Goes on where a checkpoint was written, tells that the run has started, and keeps the state it starts with."""
+    attempts, numerics, instrument = run.part(Attempts), run.part(NumericsState), run.instrument
+    args, state, rules = run.trainer.args, run.trainer.state, numerics.rules
+    step, max_steps = int(state.global_step), int(state.max_steps)
+    continue_bookkeeping(run, attempts, instrument, resumed_from, step)
+    run.journal.event(
+        "run_started",
+        step,
+        objective=instrument.objective.name,
+        detectors=["nonfinite", *sorted(instrument.objective.detectors)],
+        rules=[] if rules is None else sorted(rule.name for rule in rules.rules),
+        resumed_from=resumed_from,
+        max_steps=max_steps,
+        output_dir=os.path.abspath(args.output_dir),
+        pid=os.getpid(),
+        process_began=Process.this_one().began,
+        host=socket.gethostname(),
+        limits={name: getattr(run.config, name) for name in _LIMITS}
+        | {
+            "budget_refund_steps": REFUND_STEPS,
+            "max_spike_skips": MAX_SPIKE_SKIPS,
+            "skip_window": SKIP_WINDOW,
+        },
+        **numerics.rate_in_force(),
+    )
+    attempts.tell_status(Path(args.output_dir), max_steps)
+    on_disk = None if attempts.in_memory(resumed_from) else resumed_from
+    if resumed_from is not None and first:
+        warn_about_the_rate(instrument, on_disk)
+    run.rollback.begin(instrument, not numerics.warm, on_disk, finite)
+    run.part(LastStep).begin()
+    if instrument.view.only_watched is not None:
+        logger.warning("%s; steps are watched, but not healed.", instrument.view.only_watched)
 
 
 def _healers_of(run: Run) -> Healers:

@@ -410,7 +410,9 @@ def test_ctrl_c_is_no_error(tmp_path: Path, tokenizer: Any) -> None:
 def test_settings_that_do_not_go_with_a_model_leave_nobody_speaking(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("self_healing.callback.Entry", lambda *_: (_ for _ in ()).throw(RuntimeError("a bug of ours")))
+    monkeypatch.setattr(
+        "self_healing.callback.enter", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("a bug of ours"))
+    )
     trainer = plain_trainer(tmp_path, tokenizer, max_steps=1, callbacks=[SelfHealingCallback()])
     lines = said(trainer.train)
     assert lines[0] == "[self_healing] self_healing could not attach; training goes on without it."
