@@ -25,7 +25,7 @@ from .data.quarantine import Quarantine
 from .hangs.healer import HangWatch
 from .numerics.remedies import NumericsRemedies
 from .numerics.state import NumericsState
-from .oom.sizes import KnownSizes, MemoryRemedies, MemoryState
+from .oom.sizes import MemoryState
 from .restarts.attempts import Attempts
 from .restarts.ending import LastResorts, RunEnding
 from .restarts.preemption import Departure
@@ -70,7 +70,7 @@ def assemble(
     )
     numerics = run.outcomes.baseline = run.rollback.learned = NumericsState(run)
     run.add(numerics)
-    memory = MemoryState(KnownSizes())
+    memory = MemoryState(run)
     quarantine = Quarantine(directory, config.quarantine_text)
     quarantine.tell = partial(run.news.tell, "quarantine")
     run.news.on("quarantine", quarantine.take_in)
@@ -90,7 +90,7 @@ def assemble(
     )
     for remedies in (
         NumericsRemedies(run),
-        MemoryRemedies(memory),
+        memory,
         quarantine,
         LastResorts(run, attempts, ending, last_step),
     ):

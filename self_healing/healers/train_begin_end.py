@@ -47,7 +47,6 @@ from .numerics.judge import StepJudge
 from .numerics.ladder import MAX_SPIKE_SKIPS, SKIP_WINDOW
 from .numerics.state import NumericsState
 from .oom.healer import MemoryHealer
-from .oom.sizes import MemoryState
 from .restarts.attempts import Attempts, continue_bookkeeping
 from .restarts.emergency import bookkeeping_now, leave_evaluation
 from .restarts.ending import RunEnding, switch_off_next_time, write_down_lost_device
@@ -201,19 +200,11 @@ def _go_on(run: Run, first: bool, resumed_from: str | None, finite: bool) -> Non
 
 def _healers_of(run: Run) -> Healers:
     """What heals one `train()` call, in the order in which it is attached, told of events, and asked for claims."""
-    judge = StepJudge(run)
-    memory = MemoryHealer(
-        run,
-        run.part(MemoryState),
-        run.rollback.in_place.free_batches,
-        run.part(NumericsState).repeatability.owe,
-        judge.heal_interrupted_step,
-    )
     return Healers(
         (
             RunEvents(run),
-            judge,
-            memory,
+            StepJudge(run),
+            MemoryHealer(run),
             run.part(HangWatch),
             # Calls after those: the user's code may have let one fail some time before memory ran out or training
             # hung, and its claim waits still.

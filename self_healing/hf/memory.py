@@ -67,34 +67,6 @@ def memory_of(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-class DeviceRoom:
-    """Reads how much memory of a CUDA device this process holds, and may still have."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def held(self) -> int:
-        """Bytes that tensors hold now."""
-        return torch.cuda.memory_allocated(self._device)
-
-    def left(self) -> int:
-        """Bytes that could be taken beyond them: free on the device, or kept by the allocator, and allowed."""
-        free, total = torch.cuda.mem_get_info(self._device)
-        # Not there in older versions of torch.
-        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(self._device)
-        return min(free + torch.cuda.memory_reserved(self._device), int(total * fraction)) - self.held()
-
-
-def room_of(device: torch.device) -> DeviceRoom | None:
-    """Gives the reader of a device's memory; `None` where it cannot be read."""
-    return DeviceRoom(device) if device.type == "cuda" else None
-
-
-def alloc_retries(device: torch.device) -> int:
-    """Counts how often `cudaMalloc` failed at first: the memory is nearly full, and the step waits for it."""
-    return 0 if device.type != "cuda" else int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
-
-
 # ---- out of memory: an out-of-memory error as it is caught, without the frames that hold the memory ----
 
 

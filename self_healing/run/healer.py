@@ -34,6 +34,12 @@ class Healer(Hooks):
     def read_logs(self, step: int, logs: Mapping[str, Any]) -> None:
         """Called with what the trainer has logged, by optimizer steps finished."""
 
+    def recomputed(self, incident: Incident) -> None:
+        """Called when an incident was healed by computing a step again."""
+
+    def heal_interrupted_step(self, context: HealingContext) -> None:
+        """Called after an `optimizer.step()` that raised and may have updated some weights and not others."""
+
     def last_step_taken(self) -> None:
         """Called after the last step of the run, while it can still be healed."""
 
@@ -73,6 +79,14 @@ class Healers(Hooks):
         """Hands on what the trainer has logged, by optimizer steps finished."""
         for each in self._with["read_logs"]:
             each.read_logs(step, logs)
+
+    def recomputed(self, incident: Incident) -> None:
+        for each in self._with["recomputed"]:
+            each.recomputed(incident)
+
+    def heal_interrupted_step(self, context: HealingContext) -> None:
+        for each in self._with["heal_interrupted_step"]:
+            each.heal_interrupted_step(context)
 
     def last_step_taken(self) -> None:
         """Called after the last step of the run, while it can still be healed."""

@@ -29,19 +29,19 @@ def only(rows: int, kinds: tuple[str, ...] = ("train", "forward", "generate")) -
     """A memory of sizes that allows so many rows of whatever length."""
     sizes = KnownSizes(probe_steps=10**6)
     sizes.load_state_dict({kind: {"fits": [(rows, 1 << 29)], "fails": [(rows + 1, 1)]} for kind in kinds})
-    sizes.begin_step(1)
     return sizes
 
 
 @contextmanager
-def split(module: Any, rows: int) -> Iterator[ModelCalls]:
+def split(module: Any, rows: int) -> Iterator[KnownSizes]:
     """Splits the calls of a module, and its generation."""
-    calls = ModelCalls(module, only(rows), torch.device("cpu"), together=False, whole=lambda: False)
+    sizes = only(rows)
+    calls = ModelCalls(module, sizes, torch.device("cpu"))
     call, generate = module._call_impl, getattr(module, "generate", None)
     module._call_impl = lambda *args, **kwargs: calls.call(call, *args, **kwargs)
     if generate is not None:
         module.generate = lambda *args, **kwargs: calls.generate(generate, *args, **kwargs)
-    yield calls
+    yield sizes
     del module._call_impl
     if generate is not None:
         del module.generate
@@ -70,9 +70,9 @@ def computed(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[Any, dict[s
 
 def assert_split_alike(model: torch.nn.Module, batch: dict[str, Any], rows: int) -> None:
     expected, of_all = computed(model, batch)
-    with split(model, rows) as calls:
+    with split(model, rows) as sizes:
         found, gradients = computed(model, batch)
-    assert calls.pieces > 1, calls.refused
+    assert sizes.pieces > 1, sizes.refused
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
@@ -124,7 +124,7 @@ def test_a_flattened_batch_is_cut_between_its_sequences(tokenizer: Any, tokens: 
 def test_random_states_are_those_of_the_first_time(tokenizer: Any) -> None:
     """With dropout, the gradients are those of the outputs that the loss has seen."""
     model = tiny_model(tokenizer, dropout=0.5)
-    with split(model, 2) as calls:
+    with split(model, 2) as sizes:
         set_seed(1)
         output = model(**batch_of(tokenizer))
         # In between, something else is drawn.
@@ -134,7 +134,7 @@ def test_random_states_are_those_of_the_first_time(tokenizer: Any) -> None:
         set_seed(1)
         with torch.no_grad():
             again = model(**batch_of(tokenizer))
-    assert calls.pieces == 3
+    assert sizes.pieces == 3
     assert again.loss == output.loss
     assert found.isfinite().all()
 
@@ -144,10 +144,10 @@ def test_generation_is_the_same_row_by_row(tokenizer: Any) -> None:
     model = tiny_model(tokenizer).eval()
     options = {"max_new_tokens": 6, "do_sample": False}
     expected = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], **options)
-    with split(model, 1) as calls:
+    with split(model, 1) as sizes:
         found = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], **options)
     assert torch.equal(found, expected)
-    assert calls.pieces == 4
+    assert sizes.pieces == 4
 
 
 def test_a_mean_over_labels_is_told_from_one_over_rows(tokenizer: Any) -> None:
@@ -159,7 +159,7 @@ def test_a_mean_over_labels_is_told_from_one_over_rows(tokenizer: Any) -> None:
     batch["labels"][0] = -100
     batch["labels"][0, 1] = 7
     expected = [float(model(**each).loss) for each in (alike, batch)]
-    with split(model, 2) as calls, torch.no_grad():
+    with split(model, 2) as sizes, torch.no_grad():
         found = [float(model(**each).loss) for each in (alike, batch)]
-    assert calls.refused == ""
+    assert sizes.refused == ""
     assert found == pytest.approx(expected, rel=1e-5)

@@ -86,7 +86,7 @@ def test_the_weight_that_reproduces_loss_and_gradients_is_used(
     memory = healed_as_plain(build, tmp_path, tokenizer, rows, **settings)
     (passes,) = made
     assert passes._rules == [rule]
-    assert passes.running is False
+    assert passes._sizes.in_passes is False
     assert memory.seen[-1] == rows
 
 
@@ -124,7 +124,7 @@ def test_without_such_a_weight_nothing_is_weighed(
     healed_as_plain(build, tmp_path, tokenizer, rows, **settings)
     (passes,) = made
     assert passes._rules == []
-    assert passes.pieces == 1
+    assert passes._sizes.pieces == 1
 
 
 def test_sequences_of_a_flattened_batch_stay_whole(tmp_path: Path, tokenizer: Any, made: Any) -> None:

@@ -179,6 +179,9 @@ class StepJudge(Healer):
         """
         self.memory.contain(self.corrupted_state.vouch_for_state, None)
 
+    def recomputed(self, incident: Incident) -> None:
+        self.numerics.repeatability.owe(incident)
+
     def heal_interrupted_step(self, context: HealingContext) -> None:
         """
         After an `optimizer.step()` that raised and may have updated some weights and not others: back to the newest

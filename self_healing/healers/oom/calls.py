@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ...hf.batches import CallShape, Kind, Layout, segments_of, select_rows
+from ...hf.state import is_sharded
 from ...ranks import votes
 from .sizes import KnownSizes
 
@@ -59,28 +60,46 @@ class _KeptLoss:
     placeholder: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a model, or of its `generate`; `segments` where its rows are the sequences of a flattened batch."""
+
+    original: Callable[..., Any]
+    shape: CallShape
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    segments: Layout | None = None
+
+    def of(self, group: Sequence[int]) -> _Call:
+        """The same call of some of its rows, or sequences."""
+        if self.segments is not None:
+            starts = self.segments.starts
+            tokens = sum(starts[each + 1] - starts[each] for each in group)
+            kwargs = select_rows(self.kwargs, self.segments, group)
+            return replace(self, shape=replace(self.shape, rows=tokens), kwargs=kwargs)
+        # A view, where they follow each other.
+        rows = slice(group[0], group[-1] + 1) if group[-1] - group[0] == len(group) - 1 else [*group]
+        total = self.shape.rows
+        return replace(
+            self,
+            shape=replace(self.shape, rows=len(group)),
+            args=tuple(_rows_of(value, total, rows) for value in self.args),
+            kwargs={name: _rows_of(value, total, rows, name) for name, value in self.kwargs.items()},
+        )
+
+
 class ModelCalls:
     """Runs the calls of one module, and its generation, over as many rows at a time as fit."""
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        sizes: KnownSizes,
-        device: torch.device,
-        together: bool,
-        whole: Callable[[], bool],
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, sizes: KnownSizes, device: torch.device) -> None:
         self._module = module
         self._sizes = sizes
         self._device = device
-        self._together = together
-        self._whole = whole
+        # Weights are gathered from all ranks, which make each call together.
+        self._together = is_sharded(module)
         self._inside = False
-        # Why calls were made whole: lately, and those of a kind for good.
-        self.refused = ""
+        # Why calls of a kind are made whole for good.
         self._given_up: dict[Kind, str] = {}
-        self._adds_up_by = ""
-        self.pieces = 1
 
     def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of the module."""
@@ -88,14 +107,14 @@ class ModelCalls:
         shape = None if self._inside else shape_of_call("train" if trains else "forward", args, kwargs)
         if shape is None:
             return original(*args, **kwargs)
-        segments = segments_of(kwargs)
-        groups = [] if trains and self._whole() else self._groups(shape, segments, args, kwargs)
+        call = _Call(original, shape, args, kwargs, segments_of(kwargs))
+        groups = [] if trains and self._sizes.in_passes else self._groups(call)
         if groups:
             try:
-                return self._in_chunks(original, shape, groups, segments, args, kwargs)
+                return self._in_chunks(call, groups)
             except CannotSplit as refusal:
-                self.refused = self._given_up[shape.kind] = str(refusal)
-        return self._run(original, shape, args, kwargs)
+                self._sizes.refused = self._given_up[shape.kind] = str(refusal)
+        return self._run(call)
 
     def generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of `generate`: the same prompts and the same distribution, other draws."""
@@ -104,19 +123,21 @@ class ModelCalls:
             return original(*args, **kwargs)
         new = self._setting("max_new_tokens", args, kwargs)
         longest = max(shape.length, int(self._setting("max_length", args, kwargs) or 0))
-        shape = replace(shape, length=longest if new is None else shape.length + int(new))
-        groups = self._groups(shape, None, args, kwargs)
+        call = _Call(
+            original, replace(shape, length=longest if new is None else shape.length + int(new)), args, kwargs
+        )
+        groups = self._groups(call)
         if groups:
             try:
-                return self._generated_in_chunks(original, shape, groups, args, kwargs)
+                return self._generated_in_chunks(call, groups)
             except CannotSplit as refusal:
-                self.refused = str(refusal)
-        return self._run(original, shape, args, kwargs)
+                self._sizes.refused = str(refusal)
+        return self._run(call)
 
-    def _run(self, original: Callable[..., Any], shape: CallShape, args: Sequence[Any], kwargs: Any) -> Any:
-        with self._running(shape):
-            result = original(*args, **kwargs)
-        self._sizes.ran(shape)
+    def _run(self, call: _Call) -> Any:
+        with self._running(call.shape):
+            result = call.original(*call.args, **call.kwargs)
+        self._sizes.ran(call.shape)
         return result
 
     @contextlib.contextmanager
@@ -131,22 +152,16 @@ class ModelCalls:
 
     # ---- which rows ----
 
-    def _groups(
-        self, shape: CallShape, segments: Layout | None, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[Sequence[int]]:
+    def _groups(self, call: _Call) -> list[Sequence[int]]:
         """The rows, or sequences, of each chunk; none where the call is made whole."""
+        shape, segments = call.shape, call.segments
         allowed = self._sizes.rows_for(shape)
         wanted, groups, refusal = -(-shape.rows // allowed), list[Sequence[int]](), ""
         if wanted > 1 or self._together:
-            refusal = self._given_up.get(shape.kind, "")
-            if shape.kind == "generate":
-                refusal = self._why_generated_whole(args, kwargs)
-            refusal = refusal or self._why_whole(segments, args, kwargs)
-            if shape.kind != "generate" and kwargs.get("use_cache"):
-                refusal = "the call asks for cached keys and values (use_cache=True)"
+            refusal = self._given_up.get(shape.kind, "") or self._why_whole(call)
         if wanted > 1 and segments is not None and not refusal:
             try:
-                groups.extend(groups_of_segments(kwargs, segments, allowed))
+                groups.extend(groups_of_segments(call.kwargs, segments, allowed))
             except CannotSplit as refused:
                 refusal = str(refused)
         if self._together:
@@ -157,152 +172,128 @@ class ModelCalls:
         else:
             count = 1 if refusal else wanted
         if wanted > 1 and count == 1:
-            self.refused = refusal or "another rank cannot split its part of it"
+            self._sizes.refused = refusal or "another rank cannot split its part of it"
         return [] if count == 1 else groups or [*spans(shape.rows, count)]
 
-    def _why_whole(self, segments: Layout | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    def _why_whole(self, call: _Call) -> str:
         """Says why the rows of a call are not computed one after the other; empty if they can be."""
+        kwargs = call.kwargs
+        refusal = self._why_generated_whole(call) if call.shape.kind == "generate" else ""
+        if refusal:
+            return refusal
         if self._sizes.made_together and not self._together:
             return "other ranks take part in a forward of the model, as often as this one makes it"
         modules = list(self._module.modules())
         if any(isinstance(each, _BatchNorm) and each.training for each in modules):
             return "batch normalisation computes its statistics over all rows of the batch"
-        if any(not isinstance(kwargs.get(name), bool | None) for name in _CACHES) or any(map(_is_cache, args)):
+        if any(not isinstance(kwargs.get(name), bool | None) for name in _CACHES) or any(map(_is_cache, call.args)):
             return "the call goes on from cached keys and values"
         by_length = any(getattr(each, "rope_type", None) in _ROPE_BY_LENGTH for each in modules)
         if by_length and kwargs.get("position_ids") is not None:
             return "its rotary embedding depends on the largest position in the batch"
-        return "a flattened batch with positional arguments" if segments is not None and args else ""
+        if call.shape.kind != "generate" and kwargs.get("use_cache"):
+            return "the call asks for cached keys and values (use_cache=True)"
+        return "a flattened batch with positional arguments" if call.segments is not None and call.args else ""
 
-    def _why_generated_whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    def _why_generated_whole(self, call: _Call) -> str:
         for name in _OF_THE_BATCH:
-            if kwargs.get(name):
+            if call.kwargs.get(name):
                 return f"`{name}` may look at the whole batch"
-        if any(callable(value) and not isinstance(value, torch.Tensor) for value in args):
+        if any(callable(value) and not isinstance(value, torch.Tensor) for value in call.args):
             return "a function among the positional arguments may look at the whole batch"
-        if self._setting("return_dict_in_generate", args, kwargs):
+        if self._setting("return_dict_in_generate", call.args, call.kwargs):
             return "generation returns more than the tokens (return_dict_in_generate=True)"
         return ""
 
     # ---- chunks ----
 
-    def _in_chunks(
-        self,
-        original: Callable[..., Any],
-        shape: CallShape,
-        groups: Sequence[Sequence[int]],
-        segments: Layout | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        outputs, losses, shapes, flat = [], [], [], segments is not None
-        for group in groups:
-            size, part, named = _part(shape, group, segments, args, kwargs)
-            output, loss = self._chunk(original, size, part, named)
-            self._sizes.ran(size)
+    def _in_chunks(self, call: _Call, groups: Sequence[Sequence[int]]) -> Any:
+        chunks = [call.of(group) for group in groups]
+        outputs, losses = [], []
+        for chunk in chunks:
+            output, loss = self._chunk(chunk)
+            self._sizes.ran(chunk.shape)
             outputs.append(output)
             losses.append(loss)
-            shapes.append(size)
+        shapes, flat = [chunk.shape for chunk in chunks], call.segments is not None
         of_all: dict[int, Any] = {}
         if losses[0] is not None:
             # The loss of all rows, from the logits of all rows.
             positional, named = _joined([(each.args, each.kwargs) for each in losses], shapes, flat, {})
             of_all[id(losses[0].placeholder)] = _innermost(self._module).loss_function(*positional, **named)
-        elif kwargs.get("fused_lm_head"):
+        elif call.kwargs.get("fused_lm_head"):
             # Of TRL, which has the model give the log-probability of each token.
-            items = kwargs.get("num_items_in_batch")
+            items = call.kwargs.get("num_items_in_batch")
             count = sum(each.label_mask.sum() for each in outputs).clamp(min=1) if items is None else items
             of_all[id(outputs[0].loss)] = -sum(each.log_probs.sum() for each in outputs) / count
         elif isinstance(loss := getattr(outputs[0], "loss", None), torch.Tensor) and loss.dim() == 0:
-            weights = self._weights(original, shape, groups, segments, args, kwargs)
+            weights = self._weights(call, groups)
             # The mean over no labels at all is NaN, and counts nothing.
             counting = [each.loss * weight for each, weight in zip(outputs, weights, strict=True) if weight]
             of_all[id(loss)] = sum(counting) if counting else loss
         result = _joined(outputs, shapes, flat, of_all)
-        self.pieces = max(self.pieces, len(groups))
+        self._sizes.pieces = max(self._sizes.pieces, len(groups))
         return result
 
-    def _chunk(
-        self, original: Callable[..., Any], shape: CallShape, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any]:
+    def _chunk(self, call: _Call) -> tuple[Any, Any]:
         """The outputs for some rows, and what their loss is computed from, if the model computes one."""
 
         def compute(_: Any) -> tuple[Any, Any]:
-            with self._running(shape), _losses_kept(_innermost(self._module), kwargs) as kept:
-                output = original(*args, **kwargs)
+            with self._running(call.shape), _losses_kept(_innermost(self._module), call.kwargs) as kept:
+                output = call.original(*call.args, **call.kwargs)
             if any(loss.placeholder._version for loss in kept):
                 raise CannotSplit("the model adds something to its loss")
             return output, kept[0] if kept else None
 
-        main = main_input(args, kwargs)
-        if shape.kind != "train":
+        main = main_input(call.args, call.kwargs)
+        if call.shape.kind != "train":
             return compute(main)
         # ZeRO-3 has let go of gathered weights by the time that their sizes are compared.
         check = "none" if self._together else "default"
         # What it is given says on which device random states are kept for the backward pass.
         return checkpoint(compute, main, use_reentrant=False, determinism_check=check)  # type: ignore[no-any-return]
 
-    def _weights(
-        self,
-        original: Callable[..., Any],
-        shape: CallShape,
-        groups: Sequence[Sequence[int]],
-        segments: Layout | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> list[float]:
+    def _weights(self, call: _Call, groups: Sequence[Sequence[int]]) -> list[float]:
         """
         What the losses of chunks count for, of a model that computes them past its `loss_function`: a mean over labels
         or over rows, whichever gives the loss of two rows.
         """
-        labels = kwargs.get("labels")
-        by_row = isinstance(labels, torch.Tensor) and labels.dim() > 0 and labels.size(0) == shape.rows
-        if self._together or segments is not None or labels is None or not by_row:
+        labels, rows = call.kwargs.get("labels"), call.shape.rows
+        by_row = isinstance(labels, torch.Tensor) and labels.dim() > 0 and labels.size(0) == rows
+        if self._together or call.segments is not None or labels is None or not by_row:
             raise CannotSplit("the model gives one value for all rows (a loss past its `loss_function`)")
         counted = labels.flatten(1) != IGNORED_LABEL if labels.dim() > 1 else torch.ones_like(labels)[:, None]
         counts: list[int] = counted.sum(1).tolist()
-        ways = {"labels": counts, "rows": [1] * shape.rows}
-        way = self._adds_up_by
-        if not way:
-            low, high = counts.index(min(counts)), counts.index(max(counts))
-            pair = [low, high if low != high else (low + 1) % shape.rows]
+        low, high = counts.index(min(counts)), counts.index(max(counts))
+        pair = [low, high if low != high else 1]
+        both, *of_each = (self._loss_of(call.of(each)) for each in (pair, pair[:1], pair[1:]))
+        for amounts in (counts, [1] * rows):
+            weighed = sum(each * amounts[row] for each, row in zip(of_each, pair, strict=True) if amounts[row])
+            if abs(weighed / max(sum(amounts[row] for row in pair), 1) - both) <= 1e-3 * abs(both):
+                return [sum(amounts[row] for row in group) / max(sum(amounts), 1) for group in groups]
+        raise CannotSplit("the model gives one value for all rows, which is no mean over rows or labels")
 
-            def loss(rows: list[int]) -> float:
-                _, part, named = _part(shape, rows, None, args, kwargs)
-                with self._running(replace(shape, rows=len(rows))), torch.no_grad(), _in_evaluation(self._module):
-                    return float(original(*part, **named).loss)
+    @torch.no_grad()
+    def _loss_of(self, call: _Call) -> float:
+        """The loss without dropout, and without a trace."""
+        modes = {each: each.training for each in self._module.modules()}
+        self._module.eval()
+        try:
+            with self._running(call.shape):
+                return float(call.original(*call.args, **call.kwargs).loss)
+        finally:
+            for each, mode in modes.items():
+                each.training = mode
 
-            both, of_each = loss(pair), [loss([row]) for row in pair]
-
-            def mean(amounts: list[int]) -> float:
-                weighed = sum(each * amounts[row] for each, row in zip(of_each, pair, strict=True))
-                return weighed / max(sum(amounts[row] for row in pair), 1)
-
-            way = next((each for each in ways if abs(mean(ways[each]) - both) <= 1e-3 * abs(both)), "")
-            if not way:
-                raise CannotSplit("the model gives one value for all rows, which is no mean over rows or labels")
-            if labels.dim() == 1 or counts[pair[0]] != counts[pair[1]]:
-                self._adds_up_by = way
-        amounts = ways[way]
-        return [sum(amounts[row] for row in group) / max(sum(amounts), 1) for group in groups]
-
-    def _generated_in_chunks(
-        self,
-        original: Callable[..., Any],
-        shape: CallShape,
-        groups: Sequence[Sequence[int]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:
+    def _generated_in_chunks(self, call: _Call, groups: Sequence[Sequence[int]]) -> torch.Tensor:
         pieces = []
-        for group in groups:
-            size, part, named = _part(shape, group, None, args, kwargs)
-            piece = self._run(original, size, part, named)
-            if not isinstance(piece, torch.Tensor) or piece.dim() != 2 or piece.size(0) % size.rows:
+        for chunk in map(call.of, groups):
+            piece = self._run(chunk)
+            if not isinstance(piece, torch.Tensor) or piece.dim() != 2 or piece.size(0) % chunk.shape.rows:
                 raise CannotSplit("generation returns something else than the tokens")
             pieces.append(piece)
-        self.pieces = max(self.pieces, len(pieces))
-        longest, padding = max(piece.size(1) for piece in pieces), self._padding(args, kwargs)
+        self._sizes.pieces = max(self._sizes.pieces, len(pieces))
+        longest, padding = max(piece.size(1) for piece in pieces), self._padding(call)
         padded = [torch.nn.functional.pad(piece, (0, longest - piece.size(1)), value=padding) for piece in pieces]
         return torch.cat(padded)
 
@@ -312,9 +303,9 @@ class ModelCalls:
         values = [kwargs.get(name), *(getattr(config, name, None) for config in configs if _is_config(config))]
         return next((value for value in values if value is not None), None)
 
-    def _padding(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-        found = self._setting("pad_token_id", args, kwargs)
-        found = self._setting("eos_token_id", args, kwargs) if found is None else found
+    def _padding(self, call: _Call) -> int:
+        found = self._setting("pad_token_id", call.args, call.kwargs)
+        found = self._setting("eos_token_id", call.args, call.kwargs) if found is None else found
         found = found.flatten().tolist() if isinstance(found, torch.Tensor) else found
         return int((found[0] if isinstance(found, (list, tuple)) else found) or 0)
 
@@ -341,17 +332,6 @@ def _losses_kept(model: Any, kwargs: Mapping[str, Any]) -> Iterator[list[_KeptLo
             model.loss_function = function
         else:
             del model._loss_function
-
-
-@contextlib.contextmanager
-def _in_evaluation(module: torch.nn.Module) -> Iterator[None]:
-    modes = {each: each.training for each in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for each, mode in modes.items():
-            each.training = mode
 
 
 def _innermost(module: torch.nn.Module) -> Any:
@@ -411,24 +391,6 @@ def groups_of_segments(batch: Mapping[str, Any], segments: Layout, allowed: int)
         groups[-1].append(segment)
         filled += tokens
     return groups
-
-
-def _part(
-    shape: CallShape,
-    group: Sequence[int],
-    segments: Layout | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[CallShape, tuple[Any, ...], dict[str, Any]]:
-    """Some rows, or sequences, of the arguments of a call."""
-    if segments is not None:
-        tokens = sum(segments.starts[each + 1] - segments.starts[each] for each in group)
-        return replace(shape, rows=tokens), (), select_rows(kwargs, segments, group)
-    # A view, where they follow each other.
-    rows = slice(group[0], group[-1] + 1) if group[-1] - group[0] == len(group) - 1 else [*group]
-    part = tuple(_rows_of(value, shape.rows, rows) for value in args)
-    named = {name: _rows_of(value, shape.rows, rows, name) for name, value in kwargs.items()}
-    return replace(shape, rows=len(group)), part, named
 
 
 def _rows_of(value: Any, total: int, rows: slice | list[int], name: str = "") -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ...failures.classify import classify_exception
@@ -14,17 +14,13 @@ from ...hf.batches import CallShape
 from ...hf.memory import (
     CannotReduce,
     OutOfMemory,
-    alloc_retries,
     free_memory,
     is_out_of_memory,
-    room_of,
     smaller_batch,
     with_room,
 )
 from ...hf.patching import Interception
-from ...hf.state import is_sharded
 from ...hf.step import Window
-from ...hf.view import TrainerView
 from ...journal.incident import Incident
 from ...ranks import votes
 from ...rollback.ring import SnapshotRing
@@ -34,7 +30,7 @@ from ...run.run import Run
 from ...system import processes
 from .calls import ModelCalls
 from .microbatches import Microbatches
-from .sizes import KnownSizes, MemoryState, SizesFile
+from .sizes import MemoryState
 
 
 logger = logging.getLogger("self_healing")
@@ -50,23 +46,15 @@ _OFTEN, _LATELY = 3, 50
 class MemoryHealer(Healer):
     """Heals the out-of-memory errors of one `train()` call."""
 
-    def __init__(
-        self,
-        run: Run,
-        state: MemoryState,
-        free_batches: Callable[[bool], int],
-        note_recomputed: Callable[[Incident], None],
-        go_back: Callable[[HealingContext], None],
-    ) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
         self.config = run.config
         self.actions = run.remedies
-        self._state = state
-        self._free_batches = free_batches
-        self._note_recomputed = note_recomputed
-        self._go_back = go_back
-        self._models = _SplitModels(run, state.sizes)
-        self._file = SizesFile(run, state)
+        self._state = run.part(MemoryState)
+        self._sizes = self._state.sizes
+        # Where calls are watched: what stands in for them, and what computes training steps in passes.
+        self._interceptions: list[Interception] = []
+        self._passes: Microbatches | None = None
         # What is being dealt with, over several attempts, and what actions need to know of it.
         self._opened: OpenIncident | None = None
         self._context: HealingContext | None = None
@@ -75,38 +63,36 @@ class MemoryHealer(Healer):
         self._attempts = 0
         self._failed: set[CallShape] = set()
         self._passed: deque[int] = deque(maxlen=_OFTEN)
-        # The state right before the step that is being taken.
-        self._backup: _OptimizerBackup | None = None
+        # Holds the state right before the step that is being taken, where that is asked for.
+        self._backup: SnapshotRing | None = None
         # Until the exception has left train(): a smaller batch needs another entry.
         self._claim: Claim | None = None
         # What to do about the memory that ran out on this rank alone, until its exception has left train().
         self._told = ""
-        self._alloc_retries: int | None = None
 
     # ---- a run begins ----
 
     def attach(self, first: bool) -> None:
         """Called with the instrument attached: what earlier processes and entries learned is put to use."""
-        instrument = self._instrument
+        instrument, sizes = self._instrument, self._sizes
         if self.config.on_oom == "raise" or not instrument.view.can_reexecute:
             return
+        sizes.step = instrument.view.step
+        sizes.failure_is_fatal = processes.world_size() > 1
+        sizes.may_fail_once = instrument.one_rank.possible
         if first:
-            self._file.read()
+            self._state.read()
         self.run.news.on("sizes", self._take_in_sizes)
-        self._state.sizes.begin_step(instrument.view.step)
-        self._state.sizes.room = room_of(instrument.view.device)
-        self._state.sizes.failure_is_fatal = processes.world_size() > 1
-        self._state.sizes.may_fail_once = instrument.one_rank.possible
         if self._state.checkpointing_activations:
             instrument.activation_checkpointing.switch_on()
         if self._has_limits():
-            self._models.watch()
+            self._watch()
         if self.config.optimizer_step_backup:
-            self._backup = _OptimizerBackup()
+            self._backup = SnapshotRing(generations=1)
 
     def _has_limits(self) -> bool:
         """Whether a size is known not to fit; where all ranks have to split alike, on any of them."""
-        limits, view = self._state.sizes.limits, self._instrument.view
+        limits, view = self._sizes.limits, self._instrument.view
         if not view.sharded:
             return limits
         limits = votes.any_rank("a size is known not to fit", limits, view.device)
@@ -120,27 +106,29 @@ class MemoryHealer(Healer):
             )
         return limits
 
+    def _watch(self) -> None:
+        """Has each call of the models go over as few rows as it has to, where it can be split."""
+        instrument, sizes = self._instrument, self._sizes
+        view = instrument.view
+        if self._interceptions or not view.can_split_calls:
+            return
+        sizes.made_together |= bool(instrument.one_rank.meets_in_forward)
+        self._passes = Microbatches(instrument, sizes) if view.may_compute_in_passes else None
+        for model in view.models():
+            calls = ModelCalls(model, sizes, view.device)
+            self._interceptions.append(instrument.intercept_calls(model, calls.call))
+            if hasattr(model, "generate"):
+                self._interceptions.append(instrument.intercept(model, "generate", calls.generate))
+
+    def _leave_alone(self) -> None:
+        """Gives the models their own calls back."""
+        self._instrument.release_calls(self._interceptions)
+        self._interceptions, self._passes = [], None
+
     def metrics(self, training: bool, summary: bool) -> dict[str, float]:
-        """Gives whether calls were split since the last log, and whether the device is nearly full."""
-        found: dict[str, float] = {}
-        pieces = self._models.pieces
-        if pieces > 1:
-            found["healing/split_into"] = pieces
-        self._models.count_from_here()
-        if self.run.attached is None:
-            return found
-        retries = alloc_retries(self._instrument.view.device)
-        if self._alloc_retries is not None and retries > self._alloc_retries:
-            found["healing/alloc_retries"] = retries
-            if self._alloc_retries == 0:
-                logger.warning(
-                    "Step %d: the device is nearly full: the allocator had to release its cache and ask again "
-                    "(%d times), which makes steps slow. The next larger batch may not fit.",
-                    self._instrument.view.step,
-                    retries,
-                )
-        self._alloc_retries = retries
-        return found
+        """Gives whether calls were split since the last log."""
+        pieces, self._sizes.pieces = self._sizes.pieces, 1
+        return {"healing/split_into": pieces} if pieces > 1 else {}
 
     # ---- in a training step, or an evaluation ----
 
@@ -152,16 +140,15 @@ class MemoryHealer(Healer):
     @property
     def passes(self) -> Microbatches | None:
         """Those that training steps are computed in, where their calls are split; `None` where they are not."""
-        return self._models.passes
+        return self._passes
 
     def handle_oom(self, ran_out: OutOfMemory, window: Window | None) -> bool:
         """Takes the next rung of the ladder; `False` where the error has to pass."""
-        sizes = self._state.sizes
         if self._stepping:
             # While steps are applied again: the state gone back to is good as it is.
             return False
         shape = self._shape(ran_out)
-        if self._context is None and shape is not None and sizes.is_tried(shape):
+        if self._context is None and shape is not None and self._sizes.is_tried(shape):
             self._take_back_the_try(shape, ran_out, window)
             return True
         context = self._begin(ran_out, window)
@@ -170,8 +157,8 @@ class MemoryHealer(Healer):
             return self._handle_oom_in_engine(ran_out, context)
         if self._attempts == 1 and not self._passes_often:
             # The second attempt is watched, so that it is known what did not fit.
-            sizes.forget_attempt()
-            self._models.watch()
+            self._sizes.forget_attempt()
+            self._watch()
             return True
         if shape is not None and shape not in self._failed and shape.rows > 1:
             self._failed.add(shape)
@@ -182,7 +169,7 @@ class MemoryHealer(Healer):
 
     def _handle_oom_in_engine(self, ran_out: OutOfMemory, context: HealingContext) -> bool:
         """Tries once more with the memory freed: what a vLLM engine in this process lacks says nothing about sizes."""
-        self._state.sizes.forget_attempt()
+        self._sizes.forget_attempt()
         free = self._instrument.view.engine_is_free_of_requests()
         if free and self._attempts == 1:
             return True
@@ -198,13 +185,13 @@ class MemoryHealer(Healer):
 
     def _take_back_the_try(self, shape: CallShape, ran_out: OutOfMemory, window: Window | None) -> None:
         """A size was tried on purpose, and does not fit yet: no incident."""
-        sizes, step = self._state.sizes, self._instrument.view.step
-        sizes.failed(shape, with_gradients=window is not None)
+        step = self._instrument.view.step
+        self._sizes.failed(shape, with_gradients=window is not None)
         if window is not None and not ran_out.alone:
             window.discard()
         free_memory(self._instrument.view.device)
         # The next try comes later than the last one, and on all ranks.
-        self.run.news.tell("sizes", self._file.content)
+        self.run.news.tell("sizes", self._state.content)
         self.run.journal.event("larger_size_failed", step, call=shape.kind, rows=shape.rows, length=shape.length)
         logger.info("Step %d: %s does not fit; no step is lost, and it is tried again later.", step, shape)
 
@@ -213,7 +200,7 @@ class MemoryHealer(Healer):
         Finds what was running in this attempt: in a backward pass the last call with gradients, in generation that,
         else the last one that began. `None` where it was no call of a model.
         """
-        sizes = self._state.sizes
+        sizes = self._sizes
         if ran_out.place in ("generation", "vLLM"):
             return sizes.begun.get("generate") if ran_out.place == "generation" else None
         begun = sizes.begun.get("train") if ran_out.place == "backward" else None
@@ -230,8 +217,8 @@ class MemoryHealer(Healer):
             # The run does not need it: nothing that lasts is done for it, and nothing is saved while it goes on.
             return False
         run, incident = self.run, context.incident
-        refusals = self._models.refusals
-        why = f"it cannot be split by rows: {refusals[-1]}" if refusals else "it cannot be split any further"
+        refused = self._sizes.refused
+        why = f"it cannot be split by rows: {refused}" if refused else "it cannot be split any further"
         why = self._instrument.view.why_not_split or why
         if "not_split" not in incident.evidence:
             run.journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, incident.cause, {"not_split": why})
@@ -243,9 +230,7 @@ class MemoryHealer(Healer):
             return True
         if in_training and run.may_enter_again and self.config.oom_reduce_batch:
             try:
-                plan = smaller_batch(
-                    self._instrument.trainer, self._instrument.objective.name, refusals[-1] if refusals else ""
-                )
+                plan = smaller_batch(self._instrument.trainer, self._instrument.objective.name, refused)
             except CannotReduce as refusal:
                 why = f"{why}; the batch cannot be made smaller either: {refusal}"
             else:
@@ -291,37 +276,36 @@ class MemoryHealer(Healer):
 
     def _stop(self, context: HealingContext, ran_out: OutOfMemory) -> None:
         context.error = ran_out.error
-        self._file.write()
+        self._state.write()
         self._end()
         self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self._args)
 
     def on_success(self) -> None:
         """Ends an open incident: a micro-batch or an evaluation batch has been computed."""
-        sizes = self._state.sizes
         self._told = ""
         if self._claim is not None:
             # The user's code has let the error pass that a smaller batch was to cure.
             claim, self._claim = self._claim, None
             self.run.dealing_with(claim.incident).close("self_recovered")
-        self._models.on_success()
+        self._sizes.on_success()
         if self._context is not None and not self._stepping:
             if self._attempts == 1:
                 self._passed.append(self._context.incident.step)
                 if self._context.window is not None and processes.world_size() == 1:
                     # Of several ranks the others know nothing of it, and what follows takes all of them.
-                    self._note_recomputed(self._context.incident)
+                    self.run.healers.recomputed(self._context.incident)
             self._say_what_was_split(self._context)
             if self._context.shape is not None:
-                self.run.news.tell("sizes", self._file.content)
+                self.run.news.tell("sizes", self._state.content)
             self._end().close("resolved")
-            if not sizes.limits and not self._passes_often:
-                self._models.leave_alone()
-        if sizes.changed:
-            sizes.changed = False
-            self._file.write()
+            if not self._sizes.limits and not self._passes_often:
+                self._leave_alone()
+        if self._sizes.changed:
+            self._sizes.changed = False
+            self._state.write()
 
     def _say_what_was_split(self, context: HealingContext) -> None:
-        pieces = self._models.pieces
+        pieces = self._sizes.pieces
         if context.shape is not None and pieces > 1:
             context.incident.figures.append(
                 f"{context.shape} did not fit: split into up to {pieces} pieces from here on, which takes longer"
@@ -333,9 +317,22 @@ class MemoryHealer(Healer):
 
     def about_to_step(self) -> None:
         """Notes, or keeps, what is needed to undo a step that runs out of memory half-way."""
-        if self._backup is not None and not self._backup.take(self._instrument.view):
+        view = self._instrument.view
+        self._sizes.step = view.step + 1
+        if self._backup is None:
+            return
+        try:
+            self._backup.take(view.live_state(), view.step, {}).wait()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             self._backup = None
-        self._state.sizes.begin_step(self._instrument.view.step + 1)
+            logger.warning(
+                "Step %d: there is no host memory for the copy that optimizer_step_backup=True makes before each "
+                "step (%s). Training goes on without it.",
+                view.step,
+                error,
+            )
 
     def stepped(self) -> None:
         """The step is done."""
@@ -371,7 +368,7 @@ class MemoryHealer(Healer):
             # Another kind of update would not be that of the other ranks.
             return self._end_the_job(ran_out)
         if not undone:
-            self._go_back(context)
+            self.run.healers.heal_interrupted_step(context)
         if self._attempts == 3 and instrument.optimizer_step.update_one_by_one():
             context.incident.figures.append("weights are updated one by one from here on (foreach=False)")
         elif self._attempts >= 3:
@@ -382,10 +379,25 @@ class MemoryHealer(Healer):
         """Undoes a step, if it can. Gives what has become of the weights, and whether they are as before the step."""
         if untouched:
             return "untouched: the optimizer was making its state", True
-        if self._backup is not None and self._backup.restore(self._instrument.view):
+        if self._restored():
             self._instrument.optimizer_step.undone()
             return "put back from the copy made before the step", True
         return "some may be updated and others not", False
+
+    def _restored(self) -> bool:
+        """Puts back what was copied before the step, if it was and there is room for it."""
+        ring, view = self._backup, self._instrument.view
+        before = None if ring is None else ring.candidate
+        if ring is None or before is None:
+            return False
+        try:
+            with_room(lambda: ring.restore(before, view.live_state()), view.device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("Step %d: the copy made before the step could not be put back.", view.step)
+            return False
+        return True
 
     # ---- one of several processes ----
 
@@ -413,28 +425,27 @@ class MemoryHealer(Healer):
 
     def _note_for_the_next_start(self, ran_out: OutOfMemory) -> str:
         """Writes down what did not fit; says why it is not healed here, and what the next start does."""
-        sizes, one_rank, shape = self._state.sizes, self._instrument.one_rank, self._shape(ran_out)
+        sizes, one_rank, shape = self._sizes, self._instrument.one_rank, self._shape(ran_out)
         failed = shape or self._whole_batch(ran_out)
         sizes.failed(failed, with_gradients=ran_out.place != "evaluation")
         sizes.made_together |= bool(one_rank.meets_in_forward)
-        self._file.write()
+        self._state.write()
         why_not_here = "" if ran_out.alone else one_rank.why_not(ran_out.place)
         here = f"It is not computed again here alone: {why_not_here}. " if why_not_here else ""
         why = self._why_not_split()
         then = f"cannot split it: {why}. {SMALLER_BATCHES}" if why else "splits it."
         what = shape or f"{failed.rows} rows"
-        return f"{here}{self._file.path.name} says what did not fit ({what}), and the next start of the job {then}"
+        return f"{here}{self._state.path.name} says what did not fit ({what}), and the next start of the job {then}"
 
     def _take_in_sizes(self, rank: int, content: Mapping[str, Any]) -> None:
         """Splits alike from here on what did not fit on another rank: this one would only wait for it."""
-        if self.config.on_oom == "heal" and self._file.take_over(content, own=False):
-            self._models.watch()
-            self._file.write()
+        if self.config.on_oom == "heal" and self._state.take_over(content, own=False):
+            self._watch()
+            self._state.write()
 
     def _why_not_split(self) -> str:
         """Says why calls of the model are not split, as far as is known by now; empty if they are."""
-        refusals = self._models.refusals
-        return self._instrument.view.why_not_split or (refusals[-1] if refusals else "")
+        return self._instrument.view.why_not_split or self._sizes.refused
 
     def _whole_batch(self, ran_out: OutOfMemory) -> CallShape:
         """Gives what the first failure of a process says, whose calls are not watched yet."""
@@ -451,7 +462,7 @@ class MemoryHealer(Healer):
         self._attempts += 1
         if self._context is not None:
             return self._context
-        self._models.forget_refusals()
+        self._sizes.refused = ""
         instrument = self._instrument
         evidence: dict[str, Any] = {
             "place": ran_out.place,
@@ -473,7 +484,7 @@ class MemoryHealer(Healer):
         if context.window is not None and not self._stepping and not ran_out.alone:
             # The step is computed again from its beginning. An update that is made again needs its gradients.
             context.window.discard()
-        freed = self._free_batches(ran_out.on_host)
+        freed = self.run.rollback.in_place.free_batches(ran_out.on_host)
         if freed:
             context.incident.figures.append(BATCHES_MOVED[ran_out.on_host].format(freed / 1e6))
         if self._attempts == 1:
@@ -497,111 +508,6 @@ class MemoryHealer(Healer):
     @property
     def _args(self) -> Any:
         return self._instrument.trainer.args
-
-
-class _SplitModels:
-    """Has every call of a trainer's models go over as few rows as it has to, until it is released."""
-
-    def __init__(self, run: Run, sizes: KnownSizes) -> None:
-        self._run = run
-        self._sizes = sizes
-        self._splits: list[ModelCalls] = []
-        self._interceptions: list[Interception] = []
-        self._passes: Microbatches | None = None
-
-    def watch(self) -> None:
-        """Begins to split calls that are known not to fit, where they can be split."""
-        instrument, sizes = self._run.instrument, self._sizes
-        view = instrument.view
-        if self._splits or not view.can_split_calls:
-            return
-        sizes.made_together |= bool(instrument.one_rank.meets_in_forward)
-        self._passes = Microbatches(instrument, sizes) if view.may_compute_in_passes else None
-        for model in view.models():
-            calls = ModelCalls(model, sizes, view.device, is_sharded(model), self._in_passes)
-            self._interceptions.append(instrument.intercept_calls(model, calls.call))
-            if hasattr(model, "generate"):
-                self._interceptions.append(instrument.intercept(model, "generate", calls.generate))
-            self._splits.append(calls)
-
-    def _in_passes(self) -> bool:
-        return self._passes is not None and self._passes.running
-
-    def leave_alone(self) -> None:
-        """Gives the models their own calls back."""
-        self._run.instrument.release_calls(self._interceptions)
-        self._splits, self._interceptions, self._passes = [], [], None
-
-    @property
-    def passes(self) -> Microbatches | None:
-        """Those that training steps are computed in, where their calls are split; `None` where they are not."""
-        return self._passes
-
-    @property
-    def pieces(self) -> int:
-        """Most pieces a call was split into."""
-        return max((each.pieces for each in self._all), default=1)
-
-    @property
-    def _all(self) -> list[ModelCalls | Microbatches]:
-        return [*self._splits, *([] if self._passes is None else [self._passes])]
-
-    def count_from_here(self) -> None:
-        """Forgets how many pieces calls were split into so far."""
-        for each in self._all:
-            each.pieces = 1
-
-    @property
-    def refusals(self) -> list[str]:
-        """Why calls could not be split, oldest first."""
-        return [calls.refused for calls in self._splits if calls.refused]
-
-    def forget_refusals(self) -> None:
-        """Begins with another incident."""
-        for calls in self._splits:
-            calls.refused = ""
-
-    def on_success(self) -> None:
-        """Takes in that what was split has been computed."""
-        if self._splits:
-            self._sizes.on_success()
-
-
-class _OptimizerBackup:
-    """Copies weights and optimizer state to host memory before each step, and puts them back."""
-
-    def __init__(self) -> None:
-        self._ring = SnapshotRing(generations=1)
-
-    def take(self, view: TrainerView) -> bool:
-        """Copies the state before a step. Gives `False` where there is no host memory for it."""
-        try:
-            self._ring.take(view.live_state(), view.step, {}).wait()
-        except Exception as error:
-            if classify_exception(error) is not FailureType.OUT_OF_MEMORY:
-                raise
-            logger.warning(
-                "Step %d: there is no host memory for the copy that optimizer_step_backup=True makes before each "
-                "step (%s). Training goes on without it.",
-                view.step,
-                error,
-            )
-            return False
-        return True
-
-    def restore(self, view: TrainerView) -> bool:
-        """Puts back what was copied before the step. Gives `False` where that is not possible."""
-        before = self._ring.candidate
-        if before is None:
-            return False
-        try:
-            with_room(lambda: self._ring.restore(before, view.live_state()), view.device)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            logger.warning("Step %d: the copy made before the step could not be put back.", view.step)
-            return False
-        return True
 
 
 class MemoryOutsideOfModel:

@@ -34,8 +34,6 @@ _RULES = ("one", "labels", "rows")
 _TRIED, _COMPARED = 64, 8
 # By how much the tensors are moved for it: where a policy is still its reference, rows are not told apart.
 _MOVED = 0.02
-# Micro-batches after which the experiment is made again, and after twice as many each time.
-_AGAIN = 32
 # What losses ask accelerate for, with numbers for the log.
 _ASKING = ("gather", "gather_for_metrics", "reduce")
 
@@ -63,10 +61,6 @@ class Microbatches:
         self._hopeless = False
         # Micro-batches until the next experiment, and how many that will be after it.
         self._wait, self._pause = 0, 1
-        self._planned = 0
-        # Whether a pass, or an experiment, is going on: its calls have as many rows as they are to have.
-        self.running = False
-        self.pieces = 1
 
     def run(self, compute: Callable[[], torch.Tensor], model: Any, items: Any) -> torch.Tensor:
         """Computes a training step, in passes if it has to be and can be."""
@@ -79,7 +73,7 @@ class Microbatches:
             if not passes:
                 return batch
             before.extend((instrument.ledger.capture(), state.num_input_tokens_seen))
-            self.running = True
+            self._sizes.in_passes = True
             # A copy: `compute_loss` may pop keys from the batch it is given.
             return copy.copy(passes[0].batch)
 
@@ -97,8 +91,8 @@ class Microbatches:
                     with instrument.engine.preparing(lambda batch: batch, prepared=each.batch):
                         loss = loss + compute() * self._weight(each)
         finally:
-            self.running = False
-        self.pieces = max(self.pieces, len(passes))
+            self._sizes.in_passes = False
+        self._sizes.pieces = max(self._sizes.pieces, len(passes))
         return loss
 
     def _weight(self, part: _Pass) -> float:
@@ -145,17 +139,13 @@ class Microbatches:
         layout = layout_of(batch, self._instrument.objective)
         if layout is None or layout.rows == 1:
             return []
-        self._planned += 1
-        # Now and then once more, ever more rarely: what rows count for may show later.
-        again = self._planned >= _AGAIN and self._planned & (self._planned - 1) == 0
         shape = _shape_of_batch(batch, layout)
         known = self._sizes.known_rows(shape)
         try:
             passes = _passes(batch, layout, _chunks(batch, layout, known))
             if len(passes) < 2:
                 return []
-            decided = self._is_decided(passes) and not again
-            if not decided and not self._experiment(model, batch, layout, known, items, again):
+            if not self._is_decided(passes) and not self._experiment(model, batch, layout, known, items):
                 return []
             passes = _passes(batch, layout, _chunks(batch, layout, self._sizes.rows_for(shape)))
         except CannotSplit:
@@ -177,7 +167,7 @@ class Microbatches:
 
     # ---- the experiment ----
 
-    def _experiment(self, model: Any, batch: Any, layout: Layout, known: int, items: Any, again: bool) -> bool:
+    def _experiment(self, model: Any, batch: Any, layout: Layout, known: int, items: Any) -> bool:
         """
         Finds the rules by which loss and gradients of some rows, from both ends of the label counts, come of those of
         two parts of them. Whether all that are left then give the same weights; without a gradient nothing is known.
@@ -187,11 +177,11 @@ class Microbatches:
         order = sorted(range(layout.rows), key=labels.__getitem__)
         low, high = order[: rows // 2], order[layout.rows - (rows - rows // 2) :]
         whole, *parts = (*_passes(batch, layout, [[*low, *high]]), *_passes(batch, layout, [low, high] if low else []))
-        if self._hopeless or not low or (self._is_decided(parts) and not again):
+        if self._hopeless or not low or self._is_decided(parts):
             # Of these rows nothing new can be learned.
             return False
         self._wait -= 1
-        if self._wait >= 0 and not again:
+        if self._wait >= 0:
             return False
         smallest = sorted((each for each in model.parameters() if each.requires_grad), key=torch.Tensor.numel)
         tensors = [each for each in smallest if each.is_floating_point()][:_TRIED]
@@ -223,7 +213,7 @@ class Microbatches:
         before, tokens = instrument.ledger.capture(), trainer.state.num_input_tokens_seen
         modes = {module: module.training for module in model.modules()}
         values = [tensor.detach().clone() for tensor in tensors]
-        self.running = True
+        self._sizes.in_passes = True
         try:
             with torch.no_grad():
                 for tensor in tensors:
@@ -233,7 +223,7 @@ class Microbatches:
             trainer.model.training = True
             yield
         finally:
-            self.running = False
+            self._sizes.in_passes = False
             with torch.no_grad():
                 for tensor, value in zip(tensors, values, strict=True):
                     tensor.copy_(value)
