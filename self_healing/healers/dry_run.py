@@ -110,27 +110,23 @@ def dry_run(trainer: Trainer, num_steps: int = 2) -> DryRunReport:
 
 def _inspected(trainer: Trainer) -> tuple[Inspection | None, Inspection | None]:
     network: Any = trainer.model
-    data = _attempted("training data", lambda: _inspected_data(trainer, network))
-    model = _attempted("model", lambda: check_model_init(network))
-    if trainer.is_world_process_zero():
-        for what, inspection in (("training data", data), ("model", model)):
-            if inspection is not None and not inspection.clean:
-                logger.warning("Before the dry run, in the %s: %s", what, inspection)
+    data = None
+    if trainer.train_dataset is not None:
+        rows, length = trainer.train_dataset, _cut_off_at(trainer.args)
+        data = _attempted(trainer, "training data", lambda: check_data_quality(rows, vocabulary_of(network), length))
+    model = _attempted(trainer, "model", lambda: check_model_init(network))
     return data, model
 
 
-def _attempted(what: str, look: Callable[[], Inspection | None]) -> Inspection | None:
+def _attempted(trainer: Trainer, what: str, look: Callable[[], Inspection]) -> Inspection | None:
     try:
-        return look()
+        found = look()
     except Exception:
         logger.warning("The %s could not be looked at; the steps of the dry run go on.", what, exc_info=True)
         return None
-
-
-def _inspected_data(trainer: Trainer, network: Any) -> Inspection | None:
-    if trainer.train_dataset is None:
-        return None
-    return check_data_quality(trainer.train_dataset, vocabulary_of(network), _cut_off_at(trainer.args))
+    if trainer.is_world_process_zero() and not found.clean:
+        logger.warning("Before the dry run, in the %s: %s", what, found)
+    return found
 
 
 def _cut_off_at(args: Any) -> int | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import pickle
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -78,21 +77,15 @@ def check_data_quality(
         if number is not None and number < 1:
             raise ValueError(f"{name} is {number}; please give a number of at least 1.")
     scan = _DataScan(vocabulary, max_length)
-    with _random_states_kept():
-        for row, content in read_rows(dataset, max_rows):
-            scan.look(row, content)
-    return Inspection(errors_first(scan.findings()), scan.looked_at, "rows")
-
-
-@contextmanager
-def _random_states_kept() -> Iterator[None]:
     # Asking an idle GPU for its state would start it.
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     states = RandomState.capture(torch.device("cuda" if on_gpu else "cpu"))
     try:
-        yield
+        for row, content in read_rows(dataset, max_rows):
+            scan.look(row, content)
     finally:
         states.restore()
+    return Inspection(errors_first(scan.findings()), scan.looked_at, "rows")
 
 
 @dataclass(slots=True)
@@ -104,13 +97,13 @@ class _DataScan:
     looked_at: int = 0
     empty: list[int] = field(default_factory=list)
     masked: list[int] = field(default_factory=list)
-    cut_off: list[int] = field(default_factory=list)
     outside: list[int] = field(default_factory=list)
     outside_ids: set[int] = field(default_factory=set)
     nonfinite: list[int] = field(default_factory=list)
     nonfinite_columns: set[str] = field(default_factory=set)
     unreadable: dict[int, Exception] = field(default_factory=dict)
-    digests: dict[int, bytes] = field(default_factory=dict)
+    repeated: list[int] = field(default_factory=list)
+    digests: set[bytes] = field(default_factory=set)
 
     def look(self, row: int, content: Any) -> None:
         self.looked_at += 1
@@ -119,8 +112,10 @@ class _DataScan:
             return
         columns = columns_of(content)
         digest = digest_of(columns)
-        if digest is not None:
-            self.digests[row] = digest
+        if digest in self.digests:
+            self.repeated.append(row)
+        elif digest is not None:
+            self.digests.add(digest)
         bad = [name for name, value in columns.items() if not is_finite(value)]
         if bad:
             self.nonfinite.append(row)
@@ -130,15 +125,10 @@ class _DataScan:
         if _is_empty(columns):
             self.empty.append(row)
         else:
-            self._look_at_labels(row, columns)
+            trained = _trained(columns, self.max_length)
+            if trained is not None and not trained.any():
+                self.masked.append(row)
         self._look_at_ids(row, columns)
-
-    def _look_at_labels(self, row: int, columns: Mapping[str, Any]) -> None:
-        trained = _trained(columns)
-        if trained is not None and not trained.any():
-            self.masked.append(row)
-        elif self.max_length is not None and _is_cut_off(columns, trained, self.max_length):
-            self.cut_off.append(row)
 
     def _look_at_ids(self, row: int, columns: Mapping[str, Any]) -> None:
         if self.vocabulary is None:
@@ -148,19 +138,19 @@ class _DataScan:
         # A single number is a class or a score, and without tokens labels are classes as well.
         if ids and labels.size > 1:
             ids.append(labels[labels != _IGNORED_LABEL])
-        outside = [id_ for array in ids if array.dtype.kind in "iu" for id_ in self._outside(array)]
+        outside = [
+            int(id_)
+            for array in ids
+            if array.dtype.kind in "iu"
+            for id_ in array[(array < 0) | (array >= self.vocabulary)]
+        ]
         if outside:
             self.outside.append(row)
             self.outside_ids.update(outside)
 
-    def _outside(self, ids: np.ndarray) -> list[int]:
-        return [int(id_) for id_ in ids[(ids < 0) | (ids >= self.vocabulary)]]
-
     def findings(self) -> list[Finding | None]:
         """One for each kind of check; `None` where it found nothing."""
-        repeated = self._repeated()
-        if len(repeated) < _DUPLICATES_WORTH_SAYING * self.looked_at:
-            repeated = []
+        worth_saying = len(self.repeated) >= _DUPLICATES_WORTH_SAYING * self.looked_at
         return [
             self._finding(
                 "empty_rows",
@@ -168,7 +158,13 @@ class _DataScan:
                 "no text to learn from (no tokens, a single one, or only white space)",
                 "Remove them before training, e.g. with dataset.filter(...).",
             ),
-            self._finding("all_labels_masked", [*self.masked, *self.cut_off], *self._on_masked()),
+            self._finding(
+                "all_labels_masked",
+                self.masked,
+                f"no label to learn from (all are masked{self._within()})",
+                "They add nothing to the loss, and a batch of nothing else makes it NaN: check the chat template and "
+                "the masks, and whether a prompt alone is as long as max_length.",
+            ),
             self._finding("ids_out_of_vocabulary", self.outside, *self._on_outside()),
             self._finding(
                 "nonfinite_floats",
@@ -179,7 +175,7 @@ class _DataScan:
             self._finding("unreadable_rows", [*self.unreadable], *self._on_unreadable()),
             self._finding(
                 "duplicates",
-                repeated,
+                self.repeated if worth_saying else [],
                 "exactly the content of an earlier row",
                 "If they are not repeated on purpose, remove the repeats, or the model learns them by heart.",
                 severity="warning",
@@ -204,15 +200,8 @@ class _DataScan:
         names = [f'"{name}"' for name in sorted(self.nonfinite_columns)]
         return listed(names[:EXAMPLES], len(names))
 
-    def _on_masked(self) -> tuple[str, str]:
-        harm = "They add nothing to the loss, and a batch of nothing else makes it NaN"
-        if not self.cut_off:
-            return "no label to learn from (all are masked)", f"{harm}: check the chat template and the masks."
-        some = f", or for {len(self.cut_off):,} of them" if self.masked else ""
-        return (
-            f"no label to learn from (all are masked{some} in the first {self.max_length:,} tokens)",
-            f"{harm}: raise max_length, or shorten or remove the rows with long prompts.",
-        )
+    def _within(self) -> str:
+        return "" if self.max_length is None else f" in the first {self.max_length:,} tokens"
 
     def _on_outside(self) -> tuple[str, str]:
         ids, vocabulary = sorted(self.outside_ids), self.vocabulary or 0
@@ -229,15 +218,6 @@ class _DataScan:
         text = " ".join(str(first).split())[:200]
         shown = f"{type(first).__name__}: {text}" if text else type(first).__name__
         return f"content that cannot be loaded ({shown})", "Repair the files, or remove the rows."
-
-    def _repeated(self) -> list[int]:
-        seen: set[bytes] = set()
-        repeated = []
-        for row in sorted(self.digests):
-            if self.digests[row] in seen:
-                repeated.append(row)
-            seen.add(self.digests[row])
-        return repeated
 
 
 def _is_empty(columns: Mapping[str, Any]) -> bool:
@@ -259,29 +239,25 @@ def _is_blank(text: Any) -> bool:
     return isinstance(text, list) and not text
 
 
-def _trained(columns: Mapping[str, Any]) -> np.ndarray | None:
-    """Mask of the tokens that count in the loss, of shape (T); `None` if the row does not say."""
+def _trained(columns: Mapping[str, Any], max_length: int | None) -> np.ndarray | None:
+    """Mask of the first tokens of a row that count in the loss, of shape (T); `None` if the row does not say."""
     labels = columns.get("labels")
     if labels is not None:
         # A single number is a class or a score.
         per_token = isinstance(labels, list) or (isinstance(labels, np.ndarray) and labels.ndim > 0)
         flat = flatten(labels)
-        return np.asarray(flat != _IGNORED_LABEL) if per_token and flat.size else None
+        return np.asarray(flat != _IGNORED_LABEL)[:max_length] if per_token and flat.size else None
     masks = [flatten(columns[name]) for name in _MASK_COLUMNS if columns.get(name) is not None]
     masks = [mask for mask in masks if mask.size]
-    if not masks:
-        return None
-    # Where a row has both, TRL trains on what both let through.
-    length = min(mask.size for mask in masks)
-    return np.asarray(np.logical_and.reduce([mask[:length] != 0 for mask in masks]))
-
-
-def _is_cut_off(columns: Mapping[str, Any], trained: np.ndarray | None, max_length: int) -> bool:
-    if trained is not None:
-        return not trained[:max_length].any()
+    if masks:
+        # Where a row has both, TRL trains on what both let through.
+        length = min(mask.size for mask in masks)
+        return np.asarray(np.logical_and.reduce([mask[:length] != 0 for mask in masks]))[:max_length]
     prompt = columns.get("prompt_ids")
     has_answer = any(columns.get(name) is not None for name in ("completion_ids", "chosen_ids", "rejected_ids"))
-    return prompt is not None and has_answer and flatten(prompt).size >= max_length
+    if max_length is None or prompt is None or not has_answer:
+        return None
+    return np.asarray([flatten(prompt).size < max_length])
 
 
 # ---- rows: reads rows of a dataset for a check: spread over all of it, limited in number and in time ----
@@ -334,32 +310,24 @@ def _indexed_rows(dataset: Any, max_rows: int) -> Iterator[tuple[int, Any]]:
 
 
 def _spread(size: int, wanted: int) -> list[int]:
-    """Picks one index from each of `wanted` equal stretches, at a place that keeps step with no period in the data."""
-    if size <= wanted:
-        return list(range(size))
-    golden = (math.sqrt(5) - 1) / 2
-    edges = [part * size // wanted for part in range(wanted + 1)]
-    return [edges[part] + int(math.modf(part * golden)[0] * (edges[part + 1] - edges[part])) for part in range(wanted)]
+    """Picks one index from each of `wanted` equal stretches."""
+    return [part * size // wanted for part in range(wanted)] if size > wanted else list(range(size))
 
 
 def _read(dataset: Any, indices: list[int]) -> list[Any]:
     """Reads rows as a data loader does; one by one if that raises, to tell which it is."""
-    together: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
-    if together is not None:
-        try:
-            rows = together(indices)
+    if hasattr(dataset, "__getitems__"):
+        with contextlib.suppress(Exception):
+            rows: list[Any] = dataset.__getitems__(indices)
             if len(rows) == len(indices):
                 return rows
-        except Exception:
-            pass
-    return [_read_one(dataset, index) for index in indices]
-
-
-def _read_one(dataset: Any, index: int) -> Any:
-    try:
-        return dataset[index]
-    except Exception as error:
-        return Unreadable(error)
+    rows = []
+    for index in indices:
+        try:
+            rows.append(dataset[index])
+        except Exception as error:
+            rows.append(Unreadable(error))
+    return rows
 
 
 def _streamed_rows(dataset: Any, max_rows: int) -> Iterator[tuple[int, Any]]:
@@ -367,22 +335,17 @@ def _streamed_rows(dataset: Any, max_rows: int) -> Iterator[tuple[int, Any]]:
     iterator = iter(dataset)
     try:
         for index in range(max_rows):
-            try:
-                row = next(iterator)
-            except StopIteration:
-                return
-            except Exception as error:
-                # A stream that has raised does not go on.
-                yield index, Unreadable(error)
-                return
-            yield index, row
+            yield index, next(iterator)
             if time.monotonic() - began > _TIME_LIMIT:
                 return
+    except StopIteration:
+        return
+    except Exception as error:
+        # A stream that has raised does not go on.
+        yield index, Unreadable(error)
     finally:
         # Not left to the garbage collector: files are open in it, and random states may be drawn from.
-        close = getattr(iterator, "close", None)
-        if close is not None:
-            close()
+        getattr(iterator, "close", lambda: None)()
 
 
 # ---- columns: columns of a row as numpy arrays, text and plain structure: what checks read, flatten and hash ----
@@ -400,30 +363,23 @@ def columns_of(content: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """Converts numbers to numpy arrays and structure to lists and dictionaries; leaves the rest as it is."""
     if isinstance(value, torch.Tensor):
-        return _plain_tensor(value)
+        with contextlib.suppress(RuntimeError, TypeError):
+            # numpy has neither bfloat16 nor float8.
+            small = value.dtype.is_floating_point and value.dtype.itemsize < 4
+            return (value.float() if small else value).detach().cpu().numpy()
+        return value
     if isinstance(value, np.ndarray) and value.dtype.kind == "O":
         return [_plain(item) for item in value.tolist()]
     if isinstance(value, (list, tuple)):
         if value and isinstance(value[0], (int, float, np.number)):
-            try:
+            with contextlib.suppress(ValueError, OverflowError):
                 array = np.asarray(value)
-            except (ValueError, OverflowError):
-                array = None
-            if array is not None and array.dtype.kind in "biuf":
-                return array
+                if array.dtype.kind in "biuf":
+                    return array
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     return value
-
-
-def _plain_tensor(value: torch.Tensor) -> Any:
-    try:
-        value = value.detach().to("cpu")
-        # numpy has neither bfloat16 nor float8.
-        return (value.float() if value.dtype.is_floating_point and value.dtype.itemsize < 4 else value).numpy()
-    except (RuntimeError, TypeError):
-        return value
 
 
 def _arrays(value: Any) -> Iterator[np.ndarray]:
@@ -456,36 +412,23 @@ def is_finite(value: Any) -> bool:
 
 def digest_of(columns: Mapping[str, Any]) -> bytes | None:
     """Hashes the content of a row; `None` if it holds what cannot be pickled."""
-    digest = hashlib.blake2b(digest_size=16)
     try:
-        _feed(digest, dict(columns))
+        content = repr(_content(dict(columns))).encode("utf-8", "surrogatepass")
     except Exception:
         return None
-    return digest.digest()
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def _feed(digest: hashlib.blake2b, value: Any) -> None:
+def _content(value: Any) -> Any:
+    """What has the same `repr` wherever the content is the same."""
     if isinstance(value, np.ndarray):
-        digest.update(f"array {value.dtype} {value.shape} ".encode())
-        digest.update(value.tobytes())
-    elif isinstance(value, list):
-        digest.update(f"list {len(value)} ".encode())
-        for item in value:
-            _feed(digest, item)
-    elif isinstance(value, dict):
-        digest.update(f"dict {len(value)} ".encode())
-        for name in sorted(value):
-            _feed(digest, name)
-            _feed(digest, value[name])
-    elif isinstance(value, str):
-        encoded = value.encode("utf-8", "surrogatepass")
-        digest.update(f"text {len(encoded)} ".encode())
-        digest.update(encoded)
-    else:
-        # Images and the like: equal content may look different here, but never the other way round.
-        pickled = pickle.dumps(value)
-        digest.update(f"object {len(pickled)} ".encode())
-        digest.update(pickled)
+        return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, list):
+        return [_content(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _content(value[name]) for name in sorted(value)}
+    # Images and the like: equal content may look different here, but never the other way round.
+    return value if isinstance(value, str) else pickle.dumps(value)
 
 
 # ---- findings: findings of a check, and how they are worded ----
@@ -582,7 +525,6 @@ _TOO_LARGE_EMBEDDING = 1_000.0
 _LARGEST_VALUE = 1e4
 # The median of fewer says nothing about which of them is the odd one.
 _FEWEST_MATRICES = 4
-_ELEMENTS_AT_ONCE = 1 << 24
 # Not multiplied with activations, and zero or large by design in one architecture or another.
 _NOT_A_WEIGHT = ("bias", "token", "pos", "log", "scale", "mask")
 
@@ -599,13 +541,13 @@ def check_model_init(model: torch.nn.Module) -> Inspection:
 
     Returns:
         [`Inspection`]: Tensors with NaN or Inf (in buffers only NaN: masks hold -inf on purpose), matrices of zeros
-        other than the half of an adapter that begins at zero, and matrices whose root mean square is more than 100
+        other than those of adapters, and matrices whose root mean square is more than 100
         times or less than a thousandth of the median of the model's (embeddings: more than 1000 times), or that hold
         values beyond 10000.
     """
     parameters = _measured(model.named_parameters())
     buffers = _measured(model.named_buffers())
-    adapters = _adapter_groups(model, parameters)
+    adapters = _adapter_parameters(model, parameters)
     findings = [
         _tensors_finding(
             "nonfinite_tensors",
@@ -617,7 +559,11 @@ def check_model_init(model: torch.nn.Module) -> Inspection:
         ),
         _tensors_finding(
             "all_zero_tensors",
-            _all_zero(parameters, adapters),
+            [
+                name
+                for name, size in parameters.items()
+                if size.is_weight and size.largest == 0 and name not in adapters
+            ],
             len(parameters),
             "nothing but zeros",
             "Unless that is on purpose, they were missing from the checkpoint or never initialised: look for missing "
@@ -647,12 +593,8 @@ class _Size:
 
 
 def _measured(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, _Size]:
-    sizes = {}
-    for name, tensor in named:
-        size = _size(name, tensor)
-        if size is not None:
-            sizes[name] = size
-    return sizes
+    sizes = {name: _size(name, tensor) for name, tensor in named}
+    return {name: size for name, size in sizes.items() if size is not None}
 
 
 def _size(name: str, tensor: torch.Tensor) -> _Size | None:
@@ -661,7 +603,9 @@ def _size(name: str, tensor: torch.Tensor) -> _Size | None:
     if local.is_meta or not local.is_floating_point() or local.dtype.itemsize < 2 or local.numel() == 0:
         return None
     try:
-        largest, norm = _largest_and_norm(local)
+        # The square root of a sum of float16 squares need not be a float16.
+        dtype = torch.float32 if local.dtype.itemsize < 4 else local.dtype
+        largest, norm = (float(torch.linalg.vector_norm(local, order, dtype=dtype)) for order in (math.inf, 2))
     except (RuntimeError, TypeError):  # quantised, behind the face of a floating tensor
         return None
     kind = name.rpartition(".")[2].lower()
@@ -669,44 +613,13 @@ def _size(name: str, tensor: torch.Tensor) -> _Size | None:
     return _Size(largest, norm / math.sqrt(local.numel()), tensor.dim(), is_weight)
 
 
-def _largest_and_norm(tensor: torch.Tensor) -> tuple[float, float]:
-    # The square root of a sum of float16 squares need not be a float16. In parts, as the CPU converts them first.
-    dtype = torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
-    rows = max(1, _ELEMENTS_AT_ONCE * max(1, tensor.size(0)) // tensor.numel()) if tensor.dim() else 1
-    parts = torch.split(tensor, rows) if tensor.dim() else (tensor,)
-    largest = torch.stack([torch.linalg.vector_norm(part, math.inf, dtype=dtype) for part in parts])
-    norms = torch.stack([torch.linalg.vector_norm(part, dtype=dtype) for part in parts])
-    both = torch.stack([torch.linalg.vector_norm(largest, math.inf), torch.linalg.vector_norm(norms)]).tolist()
-    return both[0], both[1]
-
-
-def _adapter_groups(model: torch.nn.Module, parameters: Mapping[str, _Size]) -> dict[str, tuple[str, str]]:
-    """Adapters by parameter, each as the path of its layer and what follows the name of the factor."""
+def _adapter_parameters(model: torch.nn.Module, parameters: Mapping[str, _Size]) -> set[str]:
+    """Adapters begin as a zero product, of one factor that is zero, and may have learned next to nothing yet."""
     layers = {layer for module in model.modules() for layer in getattr(module, "adapter_layer_names", ())}
-    groups = {}
-    for name in parameters:
-        parts = name.split(".")
-        for place, part in enumerate(parts):
-            if part in layers or part.startswith("lora_"):
-                groups[name] = (".".join(parts[:place]), ".".join(parts[place + 1 :]))
-                break
-    return groups
+    return {name for name in parameters if any(part in layers or part.startswith("lora_") for part in name.split("."))}
 
 
-def _all_zero(parameters: Mapping[str, _Size], adapters: Mapping[str, tuple[str, str]]) -> list[str]:
-    zero = {name for name, size in parameters.items() if size.is_weight and size.largest == 0}
-    factors: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, group in adapters.items():
-        if parameters[name].is_weight:
-            factors[group].append(name)
-    # An adapter begins as a zero product, of one factor that is zero. With all of them zero it never gets a gradient.
-    begins = {name for names in factors.values() if len(names) < 2 or not zero.issuperset(names) for name in names}
-    return [name for name in parameters if name in zero and name not in begins]
-
-
-def _wildly_scaled(
-    model: torch.nn.Module, parameters: Mapping[str, _Size], adapters: Mapping[str, tuple[str, str]]
-) -> list[str]:
+def _wildly_scaled(model: torch.nn.Module, parameters: Mapping[str, _Size], adapters: set[str]) -> list[str]:
     embeddings = {
         f"{name}.weight".removeprefix(".")
         for name, module in model.named_modules()
@@ -720,13 +633,14 @@ def _wildly_scaled(
     median = statistics.median(usual) if len(usual) >= _FEWEST_MATRICES else None
     wild = []
     for name, size in parameters.items():
-        if size.dims < 2 or not math.isfinite(size.largest) or size.largest == 0:
+        if size.dims < 2 or not 0 < size.largest < math.inf:
             continue
         odd = size.largest > _LARGEST_VALUE
         if median is not None and size.is_weight:
-            odd |= size.rms > median * (_TOO_LARGE_EMBEDDING if name in embeddings else _TOO_LARGE)
             # Some architectures begin with tiny embeddings, and an adapter may have learned next to nothing yet.
-            odd |= name not in embeddings and name not in adapters and size.rms < median * _TOO_SMALL
+            least = 0 if name in embeddings or name in adapters else _TOO_SMALL
+            most = _TOO_LARGE_EMBEDDING if name in embeddings else _TOO_LARGE
+            odd |= not median * least <= size.rms <= median * most
         if odd:
             wild.append(name)
     return wild

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from ..checkpoints.retention import disk_full, expendable_checkpoint, remove_torn
 from ..failures.classify import describe_exception
@@ -34,15 +35,14 @@ class SaveHealer(Healer):
             instrument.saves.writer = CheckpointSaving(instrument.trainer, self, instrument.failsafe.contained)
 
     def failed(self, error: Exception, checkpoint: Path, step: int, best: str | None, untouched: bool = False) -> bool:
-        """Deals with a checkpoint that could not be written."""
+        """Deals with a checkpoint that could not be written; whether it can be written now."""
         full = disk_full(error, checkpoint)
         told = full or error
-        journal, incident = self._run.journal, self._opened(told, checkpoint, step)
+        incident = self._opened(told, checkpoint, step)
         kept = "nothing was written to the checkpoint that was there already" if untouched else None
         why = kept or remove_torn(checkpoint)
-        journal.acted(
-            incident,
-            Action.REMOVE_PARTIAL_CHECKPOINT.value,
+        self._acted(
+            Action.REMOVE_PARTIAL_CHECKPOINT,
             happened=why is None,
             checkpoint=str(checkpoint),
             error=describe_exception(told)[:300],
@@ -57,9 +57,9 @@ class SaveHealer(Healer):
             )
         if full is not None and self._kept_ones_give_way(incident):
             return True
-        if self._run.config.make_room_for_checkpoints and self._made_room_at != step:
+        if full is not None and self._run.config.make_room_for_checkpoints and self._made_room_at != step:
             self._made_room_at = step
-            if full is not None and self._make_room(incident, checkpoint, best):
+            if self._make_room(incident, checkpoint, best):
                 return True
         self._go_on_without(incident, told, checkpoint, step)
         return False
@@ -76,10 +76,9 @@ class SaveHealer(Healer):
             self._go_on_without(incident, error, checkpoint, step)
 
     def _go_on_without(self, incident: Incident, error: Exception, checkpoint: Path, step: int) -> None:
-        journal = self._run.journal
         self._missing.append(step)
         incident.evidence["missing"] = list(self._missing)
-        journal.acted(incident, Action.GO_ON_WITHOUT.value, checkpoint=str(checkpoint))
+        self._acted(Action.GO_ON_WITHOUT, checkpoint=str(checkpoint))
         if self._told:
             logger.error(
                 "Step %d: %s could not be written either (%s). Training goes on; checkpoints missing so far: %s.",
@@ -91,16 +90,21 @@ class SaveHealer(Healer):
         else:
             self._tell(incident)
 
-    def _opened(self, error: Exception, checkpoint: Path, step: int, rotating: bool = False) -> Incident:
+    def _opened(
+        self, error: Exception, checkpoint: Path, step: int, cause: str = "a checkpoint could not be written"
+    ) -> Incident:
         if self._incident is None:
             journal = self._run.journal
             why = f"The error: {describe_exception(error)[:300]}"
             evidence = {"checkpoint": str(checkpoint), "message": text_of(error)[:500], "why": why}
-            cause = "an older checkpoint could not be removed" if rotating else "a checkpoint could not be written"
             self._incident = journal.open(step, type(error).__name__, evidence)
             journal.diagnosed(self._incident, FailureType.DISK, cause, {})
             self._told = False
         return self._incident
+
+    def _acted(self, action: Action, **result: Any) -> None:
+        assert self._incident is not None
+        self._run.journal.acted(self._incident, action.value, **result)
 
     def _tell(self, incident: Incident) -> None:
         self._told = True
@@ -110,28 +114,21 @@ class SaveHealer(Healer):
         """They are ours, and there only because nobody needed the room: this is asked of nobody."""
         removed = self._run.rollback.checkpoints.give_way()
         if removed:
-            self._run.journal.acted(incident, Action.MAKE_ROOM.value, kept=removed)
+            self._acted(Action.MAKE_ROOM, kept=removed)
             incident.figures.append(f"last-known-good/ gave way: {', '.join(removed)} removed")
         return bool(removed)
 
     def _make_room(self, incident: Incident, checkpoint: Path, best: str | None) -> bool:
-        journal, run = self._run.journal, self._run.run_id
-        oldest = expendable_checkpoint(run, checkpoint.parent, best)
-        why: str | None
+        oldest = expendable_checkpoint(self._run.run_id, checkpoint.parent, best)
         if oldest is None:
             why = "every other checkpoint is verified, the best, the newest, or kept in last-known-good/ as well"
-        else:
-            why = remove_torn(oldest)
-        journal.acted(
-            incident,
-            Action.MAKE_ROOM.value,
-            happened=why is None,
-            removed=None if oldest is None else str(oldest),
-            why=why,
-        )
-        if why is None and oldest is not None:
+            self._acted(Action.MAKE_ROOM, happened=False, removed=None, why=why)
+            return False
+        failed = remove_torn(oldest)
+        self._acted(Action.MAKE_ROOM, happened=failed is None, removed=str(oldest), why=failed)
+        if failed is None:
             incident.figures.append(f"{oldest.name} removed")
-        return why is None
+        return failed is None
 
     def not_rotated(self, error: Exception, checkpoint: Path, step: int) -> None:
         """Takes in that a checkpoint was written, and an older one could not be removed."""
@@ -146,8 +143,8 @@ class SaveHealer(Healer):
         self.saved(checkpoint, step)
         if not self._not_rotated:
             # Of all such removals in a run the first: the others are in the log.
-            incident = self._opened(error, checkpoint, step, rotating=True)
-            self._run.journal.acted(incident, Action.GO_ON_WITHOUT.value, checkpoint=str(checkpoint))
+            self._opened(error, checkpoint, step, "an older checkpoint could not be removed")
+            self._acted(Action.GO_ON_WITHOUT, checkpoint=str(checkpoint))
             self._not_rotated = self._told = True
             self.saved(checkpoint, step)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..failures.classify import http_status, is_error
@@ -42,27 +43,13 @@ class ServiceCalls(Healer):
         ServiceGuard(self._run.instrument, self).attach()
 
     def call(
-        self,
-        service: str,
-        rewind: Callable[[], None],
-        function: Callable[..., Any],
-        /,
-        *args: Any,
-        **kwargs: Any,
+        self, service: str, rewind: Callable[[], None], function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Calls a function, again if need be."""
-        failures = _Failures(service, rewind)
-        try:
-            result = self._policy(service).call(
-                function, *args, on_retry=lambda retry: self._failed(failures, retry), **kwargs
-            )
-        except NonFiniteReward as error:
-            return self._go_on_with(failures, error)
-        except BaseException as error:
-            self._gave_up(failures, error)
-            raise
-        self._succeeded(failures)
-        return result
+        with self._followed(service) as call:
+            on_retry = partial(self._failed, call, rewind)
+            call.answer = self._policy(service).call(function, *args, on_retry=on_retry, **kwargs)
+        return call.answer
 
     async def call_async(
         self,
@@ -74,103 +61,102 @@ class ServiceCalls(Healer):
         **kwargs: Any,
     ) -> Any:
         """The same for a coroutine function."""
-        failures = _Failures(service, rewind)
-        try:
-            result = await self._policy(service).call_async(
-                function, *args, on_retry=lambda retry: self._failed(failures, retry), **kwargs
-            )
-        except NonFiniteReward as error:
-            return self._go_on_with(failures, error)
-        except BaseException as error:
-            self._gave_up(failures, error)
-            raise
-        self._succeeded(failures)
-        return result
+        with self._followed(service) as call:
+            on_retry = partial(self._failed, call, rewind)
+            call.answer = await self._policy(service).call_async(function, *args, on_retry=on_retry, **kwargs)
+        return call.answer
 
-    def _failed(self, failures: _Failures, retry: Retry) -> None:
-        failures.rewind()
-        failures.seconds += retry.seconds
-        failures.attempts = retry.attempt
+    @contextlib.contextmanager
+    def _followed(self, service: str) -> Iterator[_Call]:
+        """While a call is made, and made again."""
+        call = _Call(service)
+        try:
+            yield call
+        except NonFiniteReward as error:
+            # However often they are asked for: training goes on without them, if it can.
+            with self._contained():
+                self._take_in(call, error)
+            call.answer = error.answer
+        except BaseException as error:
+            self._gave_up(call, error)
+            raise
+        else:
+            self._succeeded(call)
+
+    def _failed(self, call: _Call, rewind: Callable[[], None], retry: Retry) -> None:
+        rewind()
+        call.seconds += retry.seconds
+        call.attempts = retry.attempt
         with self._contained():
-            known = failures.service in self._never_finite and isinstance(retry.error, NonFiniteReward)
-            if not known:
-                self._write_down(failures, retry)
+            if call.service in self._never_finite and isinstance(retry.error, NonFiniteReward):
+                return
+            incident = call.incident or self._open(call, retry.error)
+            logger.warning(
+                "Step %d: %s failed (%s: %s); attempt %d of %d follows in %.1f s.",
+                incident.step,
+                call.service,
+                type(retry.error).__name__,
+                text_of(retry.error)[:200],
+                retry.attempt + 1,
+                self.policy.attempts,
+                retry.seconds,
+            )
 
     def _policy(self, service: str) -> RetryPolicy:
         """Gives the policy of a service; a failure that is known to last is not waited for."""
         return replace(self.policy, at_once=True) if service in self._never_finite else self.policy
 
-    def _open(self, failures: _Failures, error: BaseException) -> Incident:
-        journal, instrument = self._run.journal, self._run.attached
-        failures.began = time.perf_counter()
-        evidence = {"service": failures.service, "message": text_of(error)[:500]}
-        step = 0 if instrument is None else instrument.view.step
-        failures.incident = incident = journal.open(step, type(error).__name__, evidence)
+    def _open(self, call: _Call, error: BaseException) -> Incident:
+        journal = self._run.journal
+        call.began = time.perf_counter()
+        evidence = {"service": call.service, "message": text_of(error)[:500]}
+        call.incident = incident = journal.open(self._run.step, type(error).__name__, evidence)
         if isinstance(error, NonFiniteReward):
             found: dict[str, Any] = {"completions": error.places[:20]}
             failure = FailureType.NONFINITE_REWARD
         else:
             status = http_status(error)
             found, failure = {} if status is None else {"http_status": status}, FailureType.NETWORK
-        journal.diagnosed(incident, failure, failures.service, found)
+        journal.diagnosed(incident, failure, call.service, found)
         return incident
 
-    def _write_down(self, failures: _Failures, retry: Retry) -> None:
-        error, incident = retry.error, failures.incident or self._open(failures, retry.error)
-        logger.warning(
-            "Step %d: %s failed (%s: %s); attempt %d of %d follows in %.1f s.",
-            incident.step,
-            failures.service,
-            type(error).__name__,
-            text_of(error)[:200],
-            retry.attempt + 1,
-            self.policy.attempts,
-            retry.seconds,
-        )
-
-    def _go_on_with(self, failures: _Failures, error: NonFiniteReward) -> Any:
-        """Rewards that are not finite however often they are asked for: training goes on without them, if it can."""
-        with self._contained():
-            self._take_in(failures, error)
-        return error.answer
-
-    def _take_in(self, failures: _Failures, error: NonFiniteReward) -> None:
-        run, lasting = self._run, self._never_finite.get(failures.service)
-        incident = lasting or failures.incident or self._open(failures, error)
+    def _take_in(self, call: _Call, error: NonFiniteReward) -> None:
+        run, lasting = self._run, self._never_finite.get(call.service)
+        incident = lasting or call.incident or self._open(call, error)
         evidence = incident.evidence
         evidence["answers"] = evidence.get("answers", 0) + 1
         if lasting is None:
-            self._never_finite[failures.service] = incident
+            self._never_finite[call.service] = incident
             if incident.failure is not FailureType.NONFINITE_REWARD:
-                run.journal.diagnosed(incident, FailureType.NONFINITE_REWARD, failures.service, {})
-            self._acted(failures, incident)
+                run.journal.diagnosed(incident, FailureType.NONFINITE_REWARD, call.service, {})
+            self._acted(call, incident)
         stops = error.all_of_them and self._run.config.on_nonfinite != "warn"
         if stops and run.stop_incident is None:
             evidence["diagnosis"] = (
-                f"{failures.service}: {text_of(error)}, however often it is asked: nothing to learn from"
+                f"{call.service}: {text_of(error)}, however often it is asked: nothing to learn from"
             )
             run.stop_incident = incident
         elif lasting is None:
             run.journal.acted(incident, Action.GO_ON_WITHOUT.value, rewards=len(error.places))
             run.dealing_with(incident).close("unresolved")
 
-    def _succeeded(self, failures: _Failures) -> None:
+    def _succeeded(self, call: _Call) -> None:
         with self._contained():
-            self._never_finite.pop(failures.service, None)
+            self._never_finite.pop(call.service, None)
             passed = self.take_back()
             if passed is not None:
                 # The exception of an earlier call has not left train(): the user's code has let it pass.
                 self._run.dealing_with(passed).close("self_recovered")
-            if failures.incident is not None:
-                self._acted(failures, failures.incident)
-                self._run.dealing_with(failures.incident).close("resolved")
+            if call.incident is not None:
+                self._acted(call, call.incident)
+                self._run.dealing_with(call.incident).close("resolved")
 
-    def _gave_up(self, failures: _Failures, error: BaseException) -> None:
-        incident, run = failures.incident, self._run
+    def _gave_up(self, call: _Call, error: BaseException) -> None:
+        incident, run = call.incident, self._run
         if incident is None:
             return
         with self._contained():
-            self._acted(failures, incident)
+            self._acted(call, incident)
             if isinstance(error, Exception) and may_pass(error) and run.may_enter_again:
                 self._claimed = incident
             else:
@@ -194,29 +180,29 @@ class ServiceCalls(Healer):
         instrument = self._run.attached
         return contextlib.nullcontext() if instrument is None else instrument.failsafe.contained()
 
-    def _acted(self, failures: _Failures, incident: Incident) -> None:
-        attempts = failures.attempts + 1
-        incident.seconds_lost += max(time.perf_counter() - failures.began, failures.seconds)
-        incident.figures.append(f"{failures.service}: {attempts} attempts, {failures.seconds:.1f} s waited")
+    def _acted(self, call: _Call, incident: Incident) -> None:
+        attempts = call.attempts + 1
+        incident.seconds_lost += max(time.perf_counter() - call.began, call.seconds)
+        incident.figures.append(f"{call.service}: {attempts} attempts, {call.seconds:.1f} s waited")
         self._run.journal.acted(
             incident,
             Action.RETRY_CALL.value,
-            service=failures.service,
+            service=call.service,
             attempts=attempts,
-            waited_seconds=round(failures.seconds, 3),
+            waited_seconds=round(call.seconds, 3),
         )
 
 
 @dataclass(slots=True)
-class _Failures:
-    """The failures of one call so far."""
+class _Call:
+    """A call, its failures so far, and its answer."""
 
     service: str
-    rewind: Callable[[], None]
     incident: Incident | None = None
     attempts: int = 0
     seconds: float = 0.0
     began: float = 0.0
+    answer: Any = None
 
 
 # ---- reporting ----
@@ -253,39 +239,26 @@ class Reporting:
             sleep=run.sleep,
         )
 
-    def call(
-        self,
-        service: str,
-        step: int,
-        rewind: Callable[[], None],
-        function: Callable[..., Any],
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def call(self, service: str, step: int, rewind: Callable[[], None], function: Callable[[], Any]) -> Any:
         """Calls a function; what it raises is reported."""
         known = self._services.setdefault(service, _Service())
         began = self._clock()
         if began < known.silent_until:
             known.missed += 1
             return None
-        retried = 0
+        retries: list[Retry] = []
 
-        def on_retry(_: Any) -> None:
-            nonlocal retried
-            retried += 1
+        def on_retry(retry: Retry) -> None:
+            retries.append(retry)
             rewind()
 
         try:
-            if known.failing:
-                result = function(*args, **kwargs)
-            else:
-                result = self._policy.call(function, *args, on_retry=on_retry, **kwargs)
+            result = function() if known.failing else self._policy.call(function, on_retry=on_retry)
         except BaseException as error:
             if not is_error(error):
                 raise
             rewind()
-            self.failed(service, step, error, retried)
+            self.failed(service, step, error, len(retries))
             if self._clock() - began > _SLOW:
                 known.silent_until = self._clock() + _PAUSE
             return None

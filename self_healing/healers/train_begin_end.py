@@ -40,7 +40,6 @@ from ..system.files import PINNED_DIR, remove_leftovers
 from ..system.processes import Process, log_safely
 from .assembly import load_state
 from .data.healer import SampleHealer
-from .data.quarantine import Quarantine
 from .hangs.healer import HangWatch
 from .numerics.detectors.rules import MetricRule
 from .numerics.judge import StepJudge
@@ -200,6 +199,7 @@ def _go_on(run: Run, first: bool, resumed_from: str | None, finite: bool) -> Non
 
 def _healers_of(run: Run) -> Healers:
     """What heals one `train()` call, in the order in which it is attached, told of events, and asked for claims."""
+    calls = ServiceCalls(run)
     return Healers(
         (
             RunEvents(run),
@@ -208,8 +208,8 @@ def _healers_of(run: Run) -> Healers:
             run.part(HangWatch),
             # Calls after those: the user's code may have let one fail some time before memory ran out or training
             # hung, and its claim waits still.
-            ServiceCalls(run),
-            SampleHealer(run, run.part(Quarantine), ServiceCalls(run)),
+            calls,
+            SampleHealer(run, calls),
             run.part(SaveHealer),
             # Last: it writes down what the others have made of a step.
             StepRecorder(run),

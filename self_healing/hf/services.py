@@ -302,16 +302,7 @@ _TABLE_LOGGERS = frozenset({"trackio", "wandb", "pandas", "pyarrow"})
 class Containing(Protocol):
     """Makes calls that nothing depends on; what they raise is reported and does not reach the caller."""
 
-    def call(
-        self,
-        service: str,
-        step: int,
-        rewind: Callable[[], None],
-        function: Callable[..., Any],
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def call(self, service: str, step: int, rewind: Callable[[], None], function: Callable[[], Any]) -> Any:
         """Calls a function; `None` if it failed."""
 
     def failed(self, service: str, step: int, error: BaseException) -> None:
@@ -377,7 +368,7 @@ class ReportingGuard:
     def _call(self, service: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # A client that fails may have drawn the jitter of its own retries from the run's generators.
         rng = RandomState.capture(self._trainer.accelerator.device)
-        return self._containing.call(service, self._step, rng.restore, function, *args, **kwargs)
+        return self._containing.call(service, self._step, rng.restore, functools.partial(function, *args, **kwargs))
 
     @property
     def _step(self) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import journal, quarantined
-from test_data import Rows, guarded, known, names, rows_of, trainer_on
+from conftest import quarantined
+from test_data import Rows, guarded, known, names
 from test_streams import STREAMS
 from torch.utils.data import DataLoader
 from transformers import default_data_collator
@@ -111,49 +111,4 @@ def test_on_request_the_error_of_the_collator_names_the_sample(tmp_path: Path) -
     with pytest.raises(ValueError, match="ragged: 5") as caught:
         collate(data.__getitems__([4, 5, 6, 7]))
     assert caught.value.__notes__ == ["self_healing: raised by the collator, for the sample with index 5."]
-    assert not quarantined(tmp_path)
-
-
-# ---- batches in which nothing counts ----
-
-
-def test_a_batch_in_which_nothing_counts_gets_other_samples(tmp_path: Path, tokenizer: Any) -> None:
-    rows = rows_of(tokenizer, tmp_path)
-    rows[5]["labels"] = [-100] * len(rows[5]["labels"])
-    trainer = trainer_on(Rows(rows), tmp_path, tokenizer, max_steps=32, per_device_train_batch_size=1)
-    trainer.train()
-    assert [(row["dataset_index"], row["problem"]) for row in quarantined(tmp_path)] == [(5, "no_labels")]
-    assert not any(event["failure"].startswith("nonfinite") for event in journal(tmp_path, "diagnosed"))
-
-
-def test_a_batch_in_which_some_tokens_count_is_left_alone(tmp_path: Path) -> None:
-    rows = [{"input_ids": [1, 2], "labels": [-100, -100] if index == 1 else [1, 2]} for index in range(8)]
-    data = guarded(Rows(rows), tmp_path)
-    collate = GuardedCollator(default_data_collator, data.guard, data)
-    batch = collate(data.__getitems__([0, 1]))
-    assert batch["labels"].tolist() == [[1, 2], [-100, -100]]
-    assert not quarantined(tmp_path)
-
-
-def test_where_nothing_counts_anywhere_the_batch_passes_as_it_is(tmp_path: Path) -> None:
-    data = guarded(Rows([{"input_ids": [1, 2], "labels": [-100, -100]}] * 32), tmp_path)
-    collate = GuardedCollator(default_data_collator, data.guard, data)
-    for first in range(0, 32, 2):
-        assert collate(data.__getitems__([first, first + 1]))["input_ids"].shape == (2, 2)
-    assert not quarantined(tmp_path)
-    assert len(data.wrapped.asked) < 64, "it gives up looking"
-
-
-def test_a_batch_in_which_by_chance_nothing_counts_is_left_alone(tmp_path: Path) -> None:
-    def masked(samples: list[dict[str, Any]]) -> dict[str, Any]:
-        ids = torch.tensor([sample["input_ids"] for sample in samples])
-        return {"input_ids": ids, "labels": torch.where(torch.rand(ids.shape) < 0.3, ids, -100)}
-
-    data = guarded(Rows([{"input_ids": [1, 2]} for _ in range(32)]), tmp_path)
-    collate = GuardedCollator(masked, data.guard, data)
-    torch.manual_seed(3)
-    plain = [masked(data.wrapped[index] for index in [number])["labels"] for number in range(32)]
-    torch.manual_seed(3)
-    assert all(torch.equal(collate(data.__getitems__([number]))["labels"], plain[number]) for number in range(32))
-    assert any(bool((labels == -100).all()) for labels in plain)
     assert not quarantined(tmp_path)

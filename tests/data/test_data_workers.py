@@ -16,11 +16,11 @@ import psutil
 import pytest
 import torch
 from conftest import assert_same_weights, journal, plain_trainer, quarantined, weights
-from test_data import BAD, EPOCH, Rows, guarded, names, rows_of, trainer_on
+from test_data import BAD, Rows, guarded, names, rows_of, trainer_on
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from self_healing import HealingConfig, SelfHealingTrainer, UnrecoverableTrainingError
+from self_healing import HealingConfig, SelfHealingTrainer
 from self_healing.failures.classify import classify_exception
 from self_healing.failures.recipes import FailureType
 from self_healing.healers.data.datasets import GuardedCollator
@@ -82,17 +82,6 @@ def test_guards_can_be_sent_to_another_process(tmp_path: Path) -> None:
     data, collate = pickle.loads(pickle.dumps((data, collate)))
     assert data.guard is collate.guard
     assert collate(data.__getitems__([1, 2])) == [1, 2]
-
-
-def test_workers_tell_of_their_findings_where_the_file_cannot_be_written(tmp_path: Path, tokenizer: Any) -> None:
-    (tmp_path / "quarantine.jsonl").mkdir()
-    rows = Rows(rows_of(tokenizer, tmp_path), range(0, 64, 3))
-    trainer = trainer_on(rows, tmp_path, tokenizer, max_steps=EPOCH, dataloader_num_workers=1)
-    with pytest.raises(UnrecoverableTrainingError, match="max_bad_fraction"):
-        trainer.train()
-
-
-# ---- workers that die ----
 
 
 @pytest.mark.heals("worker", "wrapper")

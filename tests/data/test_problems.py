@@ -12,16 +12,15 @@ import torch
 from conftest import quarantined
 from datasets import Dataset
 
-from self_healing.healers.data.datasets import comes_without_labels, has_no_labels
 from self_healing.healers.data.guard import Guard
-from self_healing.healers.data.quarantine import EMPTY, Quarantine, find_problem
+from self_healing.healers.data.quarantine import Quarantine, is_empty
 from self_healing.healers.data.streams import GuardedStream
 
 
 @pytest.mark.parametrize("ids", [[], (), np.empty(0), torch.empty(0), torch.empty(1, 0)])
 @pytest.mark.parametrize("kind", [dict, UserDict])
 def test_a_sequence_of_length_0_is_a_problem(kind: Any, ids: Any) -> None:
-    assert find_problem(kind(input_ids=ids)) is EMPTY
+    assert is_empty(kind(input_ids=ids))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +38,7 @@ def test_a_sequence_of_length_0_is_a_problem(kind: Any, ids: Any) -> None:
     ],
 )
 def test_other_samples_are_none(sample: Any) -> None:
-    assert find_problem(sample) is None
+    assert not is_empty(sample)
 
 
 @pytest.mark.parametrize("kind", ["torch", "datasets"])
@@ -56,35 +55,3 @@ def test_a_stream_leaves_out_an_empty_sequence(tmp_path: Path, kind: str) -> Non
     (row,) = quarantined(tmp_path)
     assert (row["problem"], row["stream_ordinal"], row["attempts"]) == ("empty", 5, 1)
     assert row["error"] == "a sequence of length 0"
-
-
-@pytest.mark.parametrize(
-    ("labels", "none_counts"),
-    [
-        (torch.full((2, 3), -100), True),
-        (torch.tensor([[-100, -100], [-100, 4]]), False),
-        (torch.full((2,), -100), False),
-        (torch.full((2, 3), -100.0), False),
-        (torch.empty((2, 0), dtype=torch.long), False),
-        ([[-100]], False),
-        (None, False),
-    ],
-)
-def test_a_batch_has_no_labels_if_all_of_its_tokens_are_masked(labels: Any, none_counts: bool) -> None:
-    assert has_no_labels({"labels": labels}) is none_counts
-    assert not has_no_labels([labels])
-
-
-@pytest.mark.parametrize(
-    ("sample", "masked"),
-    [
-        ({"labels": [-100, -100]}, True),
-        ({"labels": torch.tensor([-100, 1])}, False),
-        ({"labels": "a class"}, False),
-        ({"labels": None}, False),
-        ({"input_ids": [1]}, False),
-        ([-100], False),
-    ],
-)
-def test_a_sample_comes_without_labels_if_all_of_its_own_are_masked(sample: Any, masked: bool) -> None:
-    assert comes_without_labels(sample) is masked

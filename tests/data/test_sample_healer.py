@@ -54,8 +54,10 @@ class Loading:
         instrument.replace = self.replace
         made: Any = run
         made.run_id, made.heartbeat = "made-up", SimpleNamespace(start_over=lambda: None)
-        calls: Any = SimpleNamespace(call=self.call, take_back=lambda: None, has_claim=False)
-        self.healer = SampleHealer(made, Quarantine(directory), calls)
+        quarantine = Quarantine(directory)
+        made.part = lambda kind: quarantine
+        calls: Any = SimpleNamespace(call=self.call, take_back=lambda: None)
+        self.healer = SampleHealer(made, calls)
         self.healer.attach(first=True)
         self.batches = iter(loader)
 

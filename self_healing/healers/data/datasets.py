@@ -1,17 +1,11 @@
-"""Guards for datasets with an index, collators and labels."""
+"""Guards for datasets with an index, and for collators."""
 
 from __future__ import annotations
 
-import itertools
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
 from typing import Any
 
-import numpy as np
-import torch
-
-from ...system.random_state import RandomState
 from .guard import (
     MAX_BAD_IN_A_ROW,
     CallResult,
@@ -25,14 +19,7 @@ from .guard import (
     no_substitute,
     worker_id,
 )
-from .quarantine import (
-    NO_LABELS,
-    BadSample,
-    SampleName,
-    describe_name,
-    find_problem,
-    preview_of,
-)
+from .quarantine import EMPTY, BadSample, SampleName, describe_name, is_empty, preview_of
 
 
 # ---- dataset ----
@@ -75,7 +62,7 @@ class GuardedDataset(Proxy):
         if guard.names_only:
             return self._load_or_name(used)
         loaded = guard.attempt(self._load, used, loads=True)
-        if loaded.error is not None or any(map(find_problem, loaded.value)):
+        if loaded.error is not None or any(map(is_empty, loaded.value)):
             return self._one_by_one(used, loaded.error)
         guard.names = used
         return loaded.value
@@ -155,9 +142,8 @@ class GuardedDataset(Proxy):
             bad.append(guard.known.that_raised("loading", loaded.error, preview=self._preview(index), **where))
             return None, loaded.error
         sample = loaded.value[0]
-        problem = find_problem(sample)
-        if problem is not None:
-            bad.append(BadSample.with_problem(problem, preview=preview_of(sample), **where))
+        if is_empty(sample):
+            bad.append(BadSample("empty", "", EMPTY, preview=preview_of(sample), **where))
         return sample, None
 
     def _preview(self, index: int) -> str | None:
@@ -200,25 +186,15 @@ def _is_index(index: Any) -> bool:
 # ---- collator ----
 
 
-# Tried in place of each sample without labels: a data set may be full of them.
-_LABELLED_TRIED = 3
-# Batches in a row for which nothing better was found: it is a wiring bug, and the loss, which is 0, tells.
-_GIVE_UP_AFTER = 3
-
-
 class GuardedCollator(Proxy):
-    """Replaces the samples for which a collator raises, and those of a batch in which no token counts."""
+    """Replaces the samples for which a collator raises."""
 
-    _own = frozenset({"wrapped", "guard", "supply", "failed_searches", "draws"})
+    _own = frozenset({"wrapped", "guard", "supply"})
 
     def __init__(self, wrapped: Callable[[Any], Any], guard: Guard, supply: Supply) -> None:
         self.wrapped = wrapped
         self.guard = guard
         self.supply = supply
-        # In a row, for samples with labels.
-        self.failed_searches = 0
-        # Known to choose at random what counts.
-        self.draws = False
 
     def __call__(self, samples: Any) -> Any:
         if self.guard.off:
@@ -237,19 +213,10 @@ class GuardedCollator(Proxy):
         first = [given]
         # What it is given is what it would be given without the guard; if the network fails, copies after that.
         collated = guard.attempt(lambda: self.wrapped(first.pop() if first else copies_of(kept)))
-        if collated.error is None and (guard.names_only or not has_no_labels(collated.value)):
-            self.failed_searches = 0
+        if collated.error is None:
             return collated.value
         if names is None or not isinstance(kept, list) or len(names) != len(kept):
-            if collated.error is not None:
-                raise LetPass(collated.error)
-            return collated.value
-        if collated.error is None:
-            state = RandomState.capture()
-            try:
-                return self._with_labels(list(kept), list(names), collated.value)
-            finally:
-                state.restore()
+            raise LetPass(collated.error)
         if guard.names_only:
             bad = self._culprits(kept) or range(len(kept))
             named = ", ".join(str(names[row]) for row in bad)
@@ -316,85 +283,3 @@ class GuardedCollator(Proxy):
     def _bad(self, name: SampleName, sample: Any, error: BaseException) -> BadSample:
         where = self.supply.describe(name) | {"attempts": 2}
         return self.guard.known.that_raised("collation", error, preview=preview_of(sample), **where)
-
-    # ---- labels ----
-
-    def _with_labels(self, samples: list[Any], names: list[SampleName], batch: Any) -> Any:
-        """Collates other samples, if there are some with labels; else returns the batch."""
-        if self.failed_searches >= _GIVE_UP_AFTER or self._is_drawn(samples):
-            return batch
-        replaced: list[tuple[BadSample, SampleName]] = []
-        for row, name in enumerate(names):
-            where = self.supply.describe(name) | {"attempts": 1}
-            bad = BadSample.with_problem(NO_LABELS, preview=preview_of(samples[row]), **where)
-            found = self._labelled_substitute(name)
-            if found is not None:
-                replaced.append((bad, found[0]))
-                samples[row] = found[1]
-        collated = self._attempt(samples) if replaced else None
-        if collated is None or collated.error is not None or has_no_labels(collated.value):
-            self.failed_searches += 1
-            return batch
-        self.failed_searches = 0
-        for bad, instead in replaced:
-            self.guard.known.add(bad, instead)
-        return collated.value
-
-    def _labelled_substitute(self, name: SampleName) -> tuple[SampleName, Any] | None:
-        refused, found = [], None
-        for other in itertools.islice(self.supply.substitutes(name), _LABELLED_TRIED):
-            collated = self._attempt([other[1]])
-            if collated.error is None and not has_no_labels(collated.value):
-                found = other
-                break
-            refused.append(other)
-        for each in reversed(refused):
-            self.supply.refuse(*each)
-        return found
-
-    def _is_drawn(self, samples: list[Any]) -> bool:
-        """Whether the collator drew that no token counts, as in masked language modelling: nothing is wrong then."""
-        if all(comes_without_labels(sample) for sample in samples):
-            return False
-        if not self.draws:
-            before = RandomState.capture()
-            # One of its own would be drawn from for good.
-            self.draws = _has_generator(self.wrapped) or (
-                not has_no_labels(self._attempt(samples).value) or _has_moved(before)
-            )
-        return self.draws
-
-
-_IGNORED_LABEL = -100
-
-
-def has_no_labels(batch: Any) -> bool:
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if not isinstance(labels, torch.Tensor) or labels.ndim < 2 or labels.numel() == 0 or labels.is_floating_point():
-        return False
-    # On a device, asking would make the host wait for it.
-    return labels.device.type == "cpu" and int(labels.max()) == _IGNORED_LABEL
-
-
-def comes_without_labels(sample: Any) -> bool:
-    """Whether a sample has labels of its own, all of them masked."""
-    labels = sample.get("labels") if isinstance(sample, Mapping) else None
-    try:
-        return labels is not None and bool((torch.as_tensor(labels) == _IGNORED_LABEL).all())
-    except (TypeError, ValueError, RuntimeError):
-        return False
-
-
-def _has_generator(collator: Any) -> bool:
-    held = getattr(collator, "__dict__", {}).values()
-    return any(isinstance(each, torch.Generator | np.random.Generator | random.Random) for each in held)
-
-
-def _has_moved(before: RandomState) -> bool:
-    """Whether a generator of the run has been drawn from."""
-    now = RandomState.capture()
-    return (
-        now.python != before.python
-        or not torch.equal(now.cpu, before.cpu)
-        or any(not np.array_equal(one, other) for one, other in zip(now.numpy, before.numpy, strict=True))
-    )

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 from ...failures.recipes import Action, FailureType
@@ -19,14 +14,13 @@ from ...failures.retry import RetryPolicy
 from ...hf.adapter import Instrument
 from ...hf.dataloader import TrainingLoader
 from ...journal.incident import Incident
-from ...run.healer import Claim, Healer, HealingContext
+from ...run.healer import Healer, HealingContext
 from ...run.run import Run
 from ...system import processes
 from ..inspection import digest_of
 from .datasets import GuardedCollator, GuardedDataset
 from .guard import DataSourceError, Guard
 from .quarantine import (
-    QUARANTINE_FILE,
     BadSample,
     KnownBadSamples,
     Quarantine,
@@ -50,11 +44,6 @@ class LoadCalls(Protocol):
         self, service: str, rewind: Callable[[], None], function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any: ...
 
-    @property
-    def has_claim(self) -> bool: ...
-
-    def claim(self, error: BaseException) -> Claim | None: ...
-
     def take_back(self) -> Incident | None:
         """Returns the incident of a call that was given up, for which `train()` need not be entered again any more."""
 
@@ -62,30 +51,23 @@ class LoadCalls(Protocol):
 class SampleHealer(Healer):
     """Guards the data of a run, and reports what the guards find."""
 
-    def __init__(self, run: Run, quarantine: Quarantine, calls: LoadCalls) -> None:
+    def __init__(self, run: Run, calls: LoadCalls) -> None:
         self.run = run
         self.config = run.config
         self.actions = run.remedies
         self.calls = calls
-        self._quarantine = quarantine
+        self._quarantine = run.part(Quarantine)
         self._loading: TrainingLoader | None = None
         self._known: KnownBadSamples | None = None
         self._drawn = self._per_batch = 0
 
     def attach(self, first: bool) -> None:
-        """Guards the training data. A loader that cannot be guarded is left as it is."""
-        loading: TrainingLoader | None = None
-        try:
-            loading = TrainingLoader(self._instrument.trainer)
-            if loading.dataset is not None:
-                self._attach(loading)
-            else:
-                logger.info("The training data are not guarded: their loader is of a kind that cannot be.")
-        except Exception:
-            if loading is not None:
-                loading.restore()
-            self._loading = None
-            logger.error("The training data could not be guarded; training goes on without that.", exc_info=True)
+        """Guards the training data. A loader of a kind that cannot be guarded is left as it is."""
+        loading = TrainingLoader(self._instrument.trainer)
+        if loading.dataset is not None:
+            self._attach(loading)
+        else:
+            logger.info("The training data are not guarded: their loader is of a kind that cannot be.")
 
     def _attach(self, loading: TrainingLoader) -> None:
         instrument, run = self._instrument, self.run
@@ -99,8 +81,6 @@ class SampleHealer(Healer):
         else:
             known = self._quarantine.watch(run.run_id, fingerprint, args.process_index, instrument.view.step)
             known.take()
-            if loading.has_workers:
-                self._share_findings(known)
         seed = args.seed if args.data_seed is None else args.data_seed
         guard = Guard(known, int(seed), self._retry(loading), names_only)
         if not loading.has_workers:
@@ -121,22 +101,6 @@ class SampleHealer(Healer):
             instrument.position.actual = guarded.actual
         instrument.replace(instrument.trainer, "get_batch_samples", self._fetch)
 
-    def _share_findings(self, known: KnownBadSamples) -> None:
-        """Has data loader workers report through a temporary file if `quarantine.jsonl` cannot be written."""
-        path = self._quarantine.path
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK):
-            return
-        directory = Path(tempfile.mkdtemp(prefix="self_healing-"))
-        self._instrument.on_detach.append(partial(shutil.rmtree, directory, ignore_errors=True))
-        known.path = str(directory / QUARANTINE_FILE)
-        logger.warning(
-            "%s cannot be written. Samples that cannot be used are replaced and counted all the same, but a run that "
-            "is resumed tries those again that no checkpoint knows of. Please make the file writable.",
-            path,
-        )
-
     def _retry(self, loading: TrainingLoader) -> Callable[..., Any]:
         if loading.has_workers:
             # It goes to another process, where there is no journal.
@@ -152,26 +116,17 @@ class SampleHealer(Healer):
             journal.dealt_with(journal.incidents[-1])
 
     @property
-    def has_claim(self) -> bool:
-        return self.calls.has_claim
-
-    def claim(self, error: BaseException) -> Claim | None:
-        return self.calls.claim(error)
-
-    @property
     def _instrument(self) -> Instrument:
         return self.run.instrument
 
     def _fetch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         instrument = self._instrument
-        broken: DataSourceError | None = None
         try:
             fetched = original(*args, **kwargs)
         except DataSourceError as error:
-            broken = error
-        if broken is not None:
-            self._end("broken_data_source", {"message": str(broken)[:2000]}, str(broken), broken)
-        elif instrument.attached:
+            self._end("broken_data_source", {"message": str(error)[:2000]}, str(error), error)
+            raise
+        if instrument.attached:
             with instrument.failsafe.contained():
                 self._count_and_report(len(fetched[0]))
         return fetched

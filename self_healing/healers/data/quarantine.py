@@ -51,10 +51,6 @@ class BadSample:
     text_hash: str | None = None
 
     @classmethod
-    def with_problem(cls, problem: Problem, **fields: Any) -> BadSample:
-        return cls(problem.name, "", problem.text, **fields)
-
-    @classmethod
     def that_raised(cls, problem: str, error: BaseException, **fields: Any) -> BadSample:
         trace = traceback.extract_tb(error.__traceback__)
         raised_at = f"{trace[-1].filename}:{trace[-1].lineno}" if trace else None
@@ -120,14 +116,12 @@ class KnownBadSamples:
         blocked: dict[SampleName, str],
         rank: int = 0,
         keep_text: bool = True,
-        dropped_in: dict[SampleName, int] | None = None,
     ) -> None:
         self._keep_text = keep_text
         self.path = str(path)
         self.run = run
         self.fingerprint = fingerprint
         self.blocked = blocked
-        self.dropped_in = {} if dropped_in is None else dropped_in
         self.rank = rank
         # Found by this process or its workers since they were last taken.
         self.new: list[BadSample] = []
@@ -208,8 +202,6 @@ class KnownBadSamples:
                 self.ahead.add(row_key(entry))
             elif entry.get("dataset_index") is not None and entry.get("segment") is None:
                 self.blocked.setdefault(entry["dataset_index"], POISON)
-                if isinstance(at, int):
-                    self.dropped_in.setdefault(entry["dataset_index"], at)
             return
         sample = BadSample(**{field.name: entry[field.name] for field in fields(BadSample) if field.name in entry})
         if sample.name not in self.blocked:
@@ -246,26 +238,17 @@ def describe_name(name: SampleName) -> str:
 # ---- problems ----
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Defect of a sample that can be loaded and collated, and cannot be trained on."""
-
-    name: str
-    text: str
+EMPTY = "a sequence of length 0"
 
 
-EMPTY = Problem("empty", "a sequence of length 0")
-NO_LABELS = Problem("no_labels", "all labels are -100: none of its tokens counts")
-
-
-def find_problem(sample: Any) -> Problem | None:
-    """Finds what is wrong with a sample as the dataset gives it; called for each one that is loaded."""
+def is_empty(sample: Any) -> bool:
+    """Whether there is nothing in a sample to train on; called for each one that is loaded."""
     # A dictionary is known at once; abstract classes are asked for in twice the time.
     if type(sample) is not dict and not isinstance(sample, Mapping):
-        return None
+        return False
     ids = sample.get("input_ids")
     shape = (len(ids),) if isinstance(ids, list | tuple) else getattr(ids, "shape", None)
-    return EMPTY if shape and shape[-1] == 0 else None
+    return bool(shape) and shape[-1] == 0
 
 
 # ---- quarantine ----
@@ -281,9 +264,8 @@ class Quarantine:
         self.path = directory / QUARANTINE_FILE
         self._keep_text = keep_text
         self.seen: set[str] = set()
-        # By the fingerprint of the data set, and by name: why, and the step in which a row was dropped first.
+        # By the fingerprint of the data set, and by name: why.
         self.blocked: dict[str, dict[SampleName, str]] = {}
-        self._dropped_in: dict[str, dict[SampleName, int]] = {}
         self.known: KnownBadSamples | None = None
         # By the epoch: a digest of the row that a stream began with.
         self.first_rows: dict[int, bytes | None] = {}
@@ -293,11 +275,7 @@ class Quarantine:
     def watch(self, run: str, fingerprint: str, rank: int = 0, step: int | None = None) -> KnownBadSamples:
         """Begins to keep the bad samples of a data set."""
         blocked = self.blocked.setdefault(fingerprint, {})
-        dropped_in = self._dropped_in.setdefault(fingerprint, {})
-        for name in [name for name, at in dropped_in.items() if step is not None and at >= step]:
-            blocked.pop(name, None)
-            del dropped_in[name]
-        self.known = KnownBadSamples(self.path, run, fingerprint, blocked, rank, self._keep_text, dropped_in)
+        self.known = KnownBadSamples(self.path, run, fingerprint, blocked, rank, self._keep_text)
         self.known.read_new_lines(before=step)
         # They are written down already.
         self.seen |= self.known.ahead
@@ -305,14 +283,13 @@ class Quarantine:
 
     def add(self, rows: Iterable[dict[str, Any]], step: int, epoch: float | None, incident: str) -> None:
         """Writes rows down, and tells the other ranks of them."""
-        lines, blocked, keys = [], list[tuple[SampleName, str, int | None]](), list[str]()
+        lines, blocked, keys = [], list[tuple[SampleName, str]](), list[str]()
         known = self.known
         for row in rows:
             index = row["dataset_index"]
             if known is not None and index is not None and row["segment"] is None:
                 known.blocked.setdefault(index, POISON)
-                known.dropped_in.setdefault(index, step)
-                blocked.append((index, POISON, step))
+                blocked.append((index, POISON))
             key = row_key(row)
             if key in self.seen:
                 continue
@@ -329,9 +306,9 @@ class Quarantine:
 
     def share(self, samples: Iterable[BadSample]) -> None:
         """Tells the other ranks of samples that this one has found."""
-        self._share([(sample.name, sample.why, None) for sample in samples])
+        self._share([(sample.name, sample.why) for sample in samples])
 
-    def _share(self, blocked: Sequence[tuple[SampleName, str, int | None]], keys: Sequence[str] = ()) -> None:
+    def _share(self, blocked: Sequence[tuple[SampleName, str]], keys: Sequence[str] = ()) -> None:
         known = self.known
         if known is not None and (blocked or keys):
             record = {"fingerprint": known.fingerprint, "blocked": blocked, "seen": keys}
@@ -340,11 +317,8 @@ class Quarantine:
     def take_in(self, rank: int, record: Mapping[str, Any]) -> None:
         """Takes in what another rank does not use any more."""
         blocked = self.blocked.setdefault(record["fingerprint"], {})
-        dropped_in = self._dropped_in.setdefault(record["fingerprint"], {})
-        for name, why, step in record["blocked"]:
+        for name, why in record["blocked"]:
             blocked.setdefault(name, why)
-            if step is not None:
-                dropped_in.setdefault(name, step)
         self.seen.update(record["seen"])
 
     def table(self) -> dict[Action, CarryOut]:
@@ -363,15 +337,12 @@ class Quarantine:
 
     def state_dict(self) -> dict[str, Any]:
         blocked = {name: [[*entry] for entry in names.items()] for name, names in self.blocked.items() if names}
-        dropped_in = {name: [[*entry] for entry in steps.items()] for name, steps in self._dropped_in.items() if steps}
-        return {"seen": sorted(self.seen), "blocked": blocked, "dropped_in": dropped_in}
+        return {"seen": sorted(self.seen), "blocked": blocked}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.seen = set(state["seen"])
         for fingerprint, entries in state["blocked"].items():
             self.blocked.setdefault(fingerprint, {}).update({name: why for name, why in entries})
-        for fingerprint, entries in state["dropped_in"].items():
-            self._dropped_in.setdefault(fingerprint, {}).update({name: step for name, step in entries})
 
 
 def _rows_of(window: Window, poison: Mapping[int, list[int]], tokenizer: Any, keep_text: bool) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from .guard import MAX_BAD_IN_A_ROW, CallResult, Guard, LetPass, Proxy, no_substitute, worker_id
-from .quarantine import BadSample, SampleName, find_problem, preview_of
+from .quarantine import EMPTY, BadSample, SampleName, is_empty, preview_of
 from .sources import SourceReader
 
 
@@ -83,7 +83,7 @@ class LiveStream:
         self._guard = guard
         self._is_hugging_face = isinstance(dataset, HuggingFaceStream)
         self._read = dataset
-        self._reading = SourceReader(self._open, guard, _where, self._advance)
+        self._reading = SourceReader(self._open, guard, _where)
         self.back: deque[tuple[SampleName, Any]] = deque()
 
     def __iter__(self) -> Iterator[Any]:
@@ -122,23 +122,14 @@ class LiveStream:
                 # The stream itself is asked where it stands, by the loader and by checkpoints.
                 self._dataset._state_dict = self._read._state_dict
             ordinal = self._reading.ordinal - 1
-            problem = None if guard.names_only else find_problem(sample)
-            if problem is None:
+            if guard.names_only or not is_empty(sample):
                 return f"{worker_id() or 0}:{ordinal}", sample
-            guard.known.add(BadSample.with_problem(problem, attempts=1, **_where(ordinal)))
+            guard.known.add(BadSample("empty", "", EMPTY, attempts=1, **_where(ordinal)))
 
     def _open(self) -> Iterator[Any]:
         if self._is_hugging_face and not self._guard.names_only:
             self._read = _guarded(self._dataset, self._guard)
         return iter(self._read)
-
-    def _advance(self) -> Iterator[Any] | None:
-        """Opens the stream where it says it stands; `None` if it does not say, or only in part."""
-        # The state of a Hugging Face stream tells neither of its shuffle buffers nor of the rest of a batch.
-        if self._is_hugging_face or not hasattr(self._dataset, "load_state_dict"):
-            return None
-        self._dataset.load_state_dict(self._dataset.state_dict())
-        return self._open()
 
 
 def _where(ordinal: int, stage: int | None = None) -> dict[str, Any]:
