@@ -299,7 +299,8 @@ def read_rows(dataset: Any, max_rows: int) -> Iterator[tuple[int, Any]]:
 
 
 def _indexed_rows(dataset: Any, max_rows: int) -> Iterator[tuple[int, Any]]:
-    indices = _spread(len(dataset), max_rows)
+    size = len(dataset)
+    indices = [part * size // max_rows for part in range(max_rows)] if size > max_rows else list(range(size))
     batches = [indices[start : start + _ROWS_AT_ONCE] for start in range(0, len(indices), _ROWS_AT_ONCE)]
     began = time.monotonic()
     # In several sweeps, so that what was seen is from everywhere if time runs out.
@@ -307,11 +308,6 @@ def _indexed_rows(dataset: Any, max_rows: int) -> Iterator[tuple[int, Any]]:
         yield from zip(batch, _read(dataset, batch), strict=True)
         if time.monotonic() - began > _TIME_LIMIT:
             return
-
-
-def _spread(size: int, wanted: int) -> list[int]:
-    """Picks one index from each of `wanted` equal stretches."""
-    return [part * size // wanted for part in range(wanted)] if size > wanted else list(range(size))
 
 
 def _read(dataset: Any, indices: list[int]) -> list[Any]:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import time
+from collections.abc import Iterator
 
 from ..hf.memory import memory_of, memory_taken
 from ..hf.step import Window
@@ -43,32 +44,25 @@ class StepRecorder(Healer):
             return
         instrument = self._run.instrument
         about = {"run": journal.run_id, "memory_total": memory_of(instrument.view.device)}
-        try:
+        with self._contained():
             self._log = StepLog(step_log_of(journal.directory, journal.run_id), about)
-        except Exception:
-            self._give_up()
         instrument.on_detach.append(self._close)
 
     def judge(self, window: Window) -> None:
-        log = self._log
-        if log is None:
+        if self._log is None:
             return
-        try:
-            if log.due:
+        with self._contained():
+            if self._log.due:
                 self._look_at_what_changes_slowly()
-            log.add(self._row(window))
-        except Exception:
-            self._give_up()
+            self._log.add(self._row(window))
 
     def stepped(self) -> None:
         if self._judged is not None:
             self._updated_in = time.perf_counter() - self._judged
 
     def process_ends(self) -> None:
-        try:
+        with self._contained():
             self._close()
-        except Exception:
-            self._give_up()
 
     def _row(self, window: Window) -> StepRow:
         run, numerics, step = self._run, self._run.part(NumericsState), window.step
@@ -114,12 +108,17 @@ class StepRecorder(Healer):
         if log is not None:
             log.close()
 
-    def _give_up(self) -> None:
-        with contextlib.suppress(Exception):
-            # Its file is let go of even where nothing can be written.
-            self._close()
-        logger.warning(
-            "The step log in %s failed; training goes on without it, and the report will have no charts of each step.",
-            self._run.journal.directory,
-            exc_info=True,
-        )
+    @contextlib.contextmanager
+    def _contained(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                # Its file is let go of even where nothing can be written.
+                self._close()
+            logger.warning(
+                "The step log in %s failed; training goes on without it, and the report will have no charts of each "
+                "step.",
+                self._run.journal.directory,
+                exc_info=error,
+            )

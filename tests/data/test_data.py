@@ -253,14 +253,6 @@ def test_a_lost_connection_is_tried_again_in_place(tmp_path: Path, tokenizer: An
     assert [event["failure"] for event in journal(tmp_path, "diagnosed")] == ["network"]
 
 
-def test_an_empty_sequence_is_replaced(tmp_path: Path, tokenizer: Any) -> None:
-    rows = rows_of(tokenizer, tmp_path)
-    rows[5] = {name: [] for name in rows[5]}
-    trainer = trainer_on(Rows(rows), tmp_path, tokenizer, max_steps=EPOCH)
-    trainer.train()
-    assert [(row["dataset_index"], row["problem"]) for row in quarantined(tmp_path)] == [(5, "empty")]
-
-
 @pytest.mark.parametrize("error", [PanicException, Unspeakable])
 def test_a_sample_that_raises_an_odd_kind_of_exception_is_replaced(
     tmp_path: Path, error: type[Exception], caplog: pytest.LogCaptureFixture

@@ -241,7 +241,7 @@ def test_without_its_guard_a_stream_goes_on_from_where_it_stands(tmp_path: Path)
     guard = Guard(known(tmp_path), seed=7)
     stream = iter(GuardedStream(numbered(), guard))
     assert [next(stream)["number"] for _ in range(3)] == [0, 1, 2]
-    guard.turn_off()
+    guard.off = True
     assert [sample["number"] for sample in stream] == list(range(3, 32))
 
 

@@ -13,8 +13,6 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     LlamaForSequenceClassification,
-    T5Config,
-    T5ForConditionalGeneration,
     set_seed,
 )
 
@@ -88,32 +86,23 @@ def test_a_causal_model_with_its_own_loss(tokenizer: Any, rows: int, items: Any)
     assert_split_alike(tiny_model(tokenizer, dropout=0.0), batch, rows)
 
 
-@pytest.mark.parametrize("model", ["encoder", "encoder and decoder", "classifier", "without a loss"])
-def test_other_models(tokenizer: Any, model: str) -> None:
+def test_a_classifier_and_a_model_without_a_loss(tokenizer: Any) -> None:
     set_seed(0)
-    vocabulary, batch = len(tokenizer), batch_of(tokenizer)
-    made: Any
-    if model == "encoder":
-        made = BertForMaskedLM(BertConfig(vocab_size=vocabulary, **SMALL))
-    elif model == "encoder and decoder":
-        made = T5ForConditionalGeneration(
-            T5Config(
-                vocab_size=vocabulary,
-                d_model=32,
-                d_kv=16,
-                d_ff=48,
-                num_layers=2,
-                num_heads=2,
-                decoder_start_token_id=0,
-            )
-        )
-    elif model == "classifier":
-        made = LlamaForSequenceClassification(tiny_config(tokenizer, 0.0, num_labels=3))
-        batch["labels"] = torch.tensor([0, 2, 1, 1, 0])
-    else:
-        made = tiny_model(tokenizer, dropout=0.0)
-        del batch["labels"]
-    assert_split_alike(made.eval(), batch, 2)
+    batch = batch_of(tokenizer)
+    labels = torch.tensor([0, 2, 1, 1, 0])
+    classifier = LlamaForSequenceClassification(tiny_config(tokenizer, 0.0, num_labels=3)).eval()
+    assert_split_alike(classifier, batch | {"labels": labels}, 2)
+    del batch["labels"]
+    assert_split_alike(tiny_model(tokenizer, dropout=0.0).eval(), batch, 2)
+
+
+def test_a_loss_past_the_loss_function_is_computed_whole(tokenizer: Any) -> None:
+    set_seed(0)
+    model, batch = BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **SMALL)).eval(), batch_of(tokenizer)
+    expected = model(**batch).loss
+    with split(model, 2) as sizes:
+        assert model(**batch).loss == expected
+    assert "one value for all rows" in sizes.refused
 
 
 @pytest.mark.parametrize("tokens", [25, 35])
@@ -148,18 +137,3 @@ def test_generation_is_the_same_row_by_row(tokenizer: Any) -> None:
         found = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], **options)
     assert torch.equal(found, expected)
     assert sizes.pieces == 4
-
-
-def test_a_mean_over_labels_is_told_from_one_over_rows(tokenizer: Any) -> None:
-    """Also where the first batch does not tell: all of its rows have as many labels."""
-    set_seed(0)
-    model = BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **SMALL)).eval()
-    alike = {name: value[[0, 0, 0]] for name, value in batch_of(tokenizer).items()}
-    batch = batch_of(tokenizer)
-    batch["labels"][0] = -100
-    batch["labels"][0, 1] = 7
-    expected = [float(model(**each).loss) for each in (alike, batch)]
-    with split(model, 2) as sizes, torch.no_grad():
-        found = [float(model(**each).loss) for each in (alike, batch)]
-    assert sizes.refused == ""
-    assert found == pytest.approx(expected, rel=1e-5)

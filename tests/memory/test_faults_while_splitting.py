@@ -62,10 +62,6 @@ class TestFaultsInASplitBatch:
             pytest.param("SFTTrainer", 1, nan, id="SFT, NaN in a piece"),
             pytest.param("DPOTrainer", 4, nan, id="DPO, NaN in the last piece"),
             pytest.param("own loss", 3, nan, id="computed again, NaN the second time"),
-            pytest.param("own loss", 1, nan, id="computed again, NaN the first time", marks=pytest.mark.slow),
-            pytest.param("SFTTrainer", 2, nan, id="SFT, NaN in the last piece", marks=pytest.mark.slow),
-            pytest.param("DPOTrainer", 2, nan, id="DPO, NaN in a piece", marks=pytest.mark.slow),
-            pytest.param("GRPOTrainer", 1, nan, id="GRPO, NaN in a piece", marks=pytest.mark.slow),
         ],
     )
     def test_is_computed_again(
@@ -121,13 +117,6 @@ class TestWhileASplitBatchIsComputed:
         ("name", "call"),
         [
             ("SFTTrainer", 1),
-            pytest.param("SFTTrainer", 2, marks=pytest.mark.slow),
-            pytest.param("SFTTrainer", 7, marks=pytest.mark.slow),
-            pytest.param("DPOTrainer", 3, marks=pytest.mark.slow),
-            pytest.param("GRPOTrainer", 2, marks=pytest.mark.slow),
-            pytest.param("KTOTrainer", 2, marks=pytest.mark.slow),
-            pytest.param("own loss", 1, marks=pytest.mark.slow),
-            pytest.param("own loss", 3, marks=pytest.mark.slow),
         ],
     )
     def test_no_step_is_lost(

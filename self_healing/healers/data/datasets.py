@@ -19,14 +19,14 @@ from .guard import (
     no_substitute,
     worker_id,
 )
-from .quarantine import EMPTY, BadSample, SampleName, describe_name, is_empty, preview_of
+from .quarantine import BadSample, SampleName, describe_name, preview_of
 
 
 # ---- dataset ----
 
 
 class GuardedDataset(Proxy):
-    """Replaces the samples of a dataset with an index that cannot be loaded or are bad once they are."""
+    """Replaces the samples of a dataset with an index that cannot be loaded."""
 
     _own = frozenset({"wrapped", "guard"})
 
@@ -38,9 +38,7 @@ class GuardedDataset(Proxy):
         return len(self.wrapped)
 
     def __getitem__(self, index: Any) -> Any:
-        if self.guard.off or not _is_index(index):
-            return self.wrapped[index]
-        return self.guard.contained(lambda: self._fetch([index])[0], lambda: self.wrapped[index])
+        return self.__getitems__([index])[0] if _is_index(index) else self.wrapped[index]
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
         if self.guard.off or not all(_is_index(index) for index in indices):
@@ -59,36 +57,27 @@ class GuardedDataset(Proxy):
     def _fetch(self, indices: Sequence[int]) -> Any:
         guard = self.guard
         used = [self.actual(index) for index in indices] if guard.blocked() else indices
-        if guard.names_only:
-            return self._load_or_name(used)
-        loaded = guard.attempt(self._load, used, loads=True)
-        if loaded.error is not None or any(map(is_empty, loaded.value)):
-            return self._one_by_one(used, loaded.error)
-        guard.names = used
-        return loaded.value
-
-    def _load_or_name(self, indices: Sequence[int]) -> Any:
-        """Loads samples, and says in the exception which of them raises."""
-        guard = self.guard
-        loaded = guard.attempt(self._load, indices)
+        loaded = guard.attempt(self._load, used, loads=not guard.names_only)
         if loaded.error is None:
-            guard.names = indices
+            guard.names = used
             return loaded.value
-        alone = [index for index in indices if guard.attempt(self._load, [index]).error is not None]
-        named = ", ".join(str(index) for index in alone or indices)
+        if not guard.names_only:
+            return self._one_by_one(used, loaded.error)
+        alone = [index for index in used if guard.attempt(self._load, [index]).error is not None]
+        named = ", ".join(str(index) for index in alone or used)
         loaded.error.add_note(
             f"self_healing: raised while the training data were loaded, by the sample with index {named}."
         )
         raise LetPass(loaded.error)
 
-    def _one_by_one(self, indices: Sequence[int], error: BaseException | None) -> list[Any]:
-        """Loads samples by themselves after some of them, loaded together, raised or turned out bad."""
+    def _one_by_one(self, indices: Sequence[int], error: BaseException) -> list[Any]:
+        """Loads samples by themselves after some of them, loaded together, raised."""
         # What has been waited for already is not waited for again, sample by sample.
-        patient = error is None or not may_be_the_sample(error)
+        patient = not may_be_the_sample(error)
         # A group holds the same one several times: only the first of them is tried.
         pairs = [self._usable(self.actual(index), patient) for index in indices]
         names = [name for name, _ in pairs]
-        if error is not None and names == list(indices):
+        if names == list(indices):
             self.guard.known.loaded_on_retry(f"One of the samples {list(indices)}", error)
         self.guard.names = names
         return [sample for _, sample in pairs]
@@ -100,7 +89,7 @@ class GuardedDataset(Proxy):
         if not bad:
             return index, sample
         for name, sample in self._substitutes(index, bad, raised):
-            self.guard.known.add_all(bad, name)
+            self.guard.known.add(*bad, replaced_by=name)
             return name, sample
         raise LetPass(no_substitute(bad))
 
@@ -141,10 +130,7 @@ class GuardedDataset(Proxy):
         if loaded.error is not None:
             bad.append(guard.known.that_raised("loading", loaded.error, preview=self._preview(index), **where))
             return None, loaded.error
-        sample = loaded.value[0]
-        if is_empty(sample):
-            bad.append(BadSample("empty", "", EMPTY, preview=preview_of(sample), **where))
-        return sample, None
+        return loaded.value[0], None
 
     def _preview(self, index: int) -> str | None:
         """Shows a sample that raises: in Hugging Face datasets, as it is before the transform."""
@@ -167,7 +153,7 @@ class GuardedDataset(Proxy):
     def substitutes(self, name: SampleName) -> Iterator[tuple[SampleName, Any]]:
         bad: list[BadSample] = []
         for found, sample in self._substitutes(int(name), bad):
-            self.guard.known.add_all(bad, found)
+            self.guard.known.add(*bad, replaced_by=found)
             bad.clear()
             yield found, sample
 
@@ -238,8 +224,7 @@ class GuardedCollator(Proxy):
             found = self._substitute(names[row], bad)
             if found is None and (len(bad) > MAX_BAD_IN_A_ROW or len(dropped) + 1 == len(samples)):
                 raise LetPass(no_substitute(bad))
-            for each in bad:
-                self.guard.known.add(each, names[row] if found is None else found[0])
+            self.guard.known.add(*bad, replaced_by=names[row] if found is None else found[0])
             if found is None:
                 # The stream has come to its end: its last batch is a shorter one.
                 dropped.append(row)
@@ -254,19 +239,16 @@ class GuardedCollator(Proxy):
     def _culprits(self, samples: list[Any], names: list[SampleName] | None = None) -> list[int]:
         """Finds the rows that raise by themselves or, if none does, the one in whose place another one does not."""
         rows = range(len(samples))
-        alone = [row for row in rows if self._raises([samples[row]])]
+        alone = [row for row in rows if self._attempt([samples[row]]).error is not None]
         if alone or len(samples) < 2 or names is None:
             return alone
         return [row for row in rows if self._fits_with_another(samples, names[row], row)][:1]
-
-    def _raises(self, samples: list[Any]) -> bool:
-        return self._attempt(samples).error is not None
 
     def _fits_with_another(self, samples: list[Any], name: SampleName, row: int) -> bool:
         found = next(self.supply.substitutes(name), None)
         if found is None:
             return False
-        fits = not self._raises([*samples[:row], found[1], *samples[row + 1 :]])
+        fits = self._attempt([*samples[:row], found[1], *samples[row + 1 :]]).error is None
         self.supply.refuse(*found)
         return fits
 

@@ -71,13 +71,10 @@ class Guard:
         # In the training process, called for each sample where many are read to get back to one, and for the first.
         self.alive: Callable[[], None] = _no_heartbeat
         self.began: Callable[[Any], None] = _no_heartbeat
+        # Loads without guards, also in iterators that were made before.
         self.off = False
         # Of the samples that are about to be collated.
         self.names: Sequence[SampleName] | None = None
-
-    def turn_off(self) -> None:
-        """Loads without guards from here on, also in iterators that were made before."""
-        self.off = True
 
     def blocked(self) -> dict[SampleName, str]:
         """Samples that are not to be used; in a worker, with those that other processes have found."""
@@ -208,7 +205,7 @@ class Proxy:
 # ---- copies: datasets and collators may change what they are given in place ----
 
 
-def shallow_copy(sample: Any) -> Any:
+def _shallow_copy(sample: Any) -> Any:
     """Copies a sample whose entries may be taken out or replaced; returns itself if it cannot be copied."""
     if type(sample) is dict:
         return sample.copy()
@@ -221,8 +218,10 @@ def shallow_copy(sample: Any) -> Any:
 
 
 def copies_of(samples: Any) -> Any:
-    """Copies each sample of a list."""
-    return [shallow_copy(sample) for sample in samples] if isinstance(samples, list) else shallow_copy(samples)
+    """Copies each sample of a list or a tuple."""
+    if type(samples) in (list, tuple):
+        return type(samples)(map(_shallow_copy, samples))
+    return _shallow_copy(samples)
 
 
 # ---- substitutes ----

@@ -76,7 +76,7 @@ class SampleHealer(Healer):
         names_only = self.config.on_bad_sample == "raise"
         if names_only:
             known = KnownBadSamples(
-                self._quarantine.path, run.run_id, fingerprint, {}, keep_text=self.config.quarantine_text
+                str(self._quarantine.path), run.run_id, fingerprint, {}, keep_text=self.config.quarantine_text
             )
         else:
             known = self._quarantine.watch(run.run_id, fingerprint, args.process_index, instrument.view.step)
@@ -90,7 +90,7 @@ class SampleHealer(Healer):
         guarded = GuardedStream(loading.dataset, guard) if loading.streams else GuardedDataset(loading.dataset, guard)
         loading.read_from(guarded, GuardedCollator(loading.collate, guard, guarded))
         instrument.on_detach.append(loading.restore)
-        instrument.on_detach.append(guard.turn_off)
+        instrument.on_detach.append(partial(setattr, guard, "off", True))
         if names_only:
             return
         self._loading, self._known = loading, known
@@ -105,7 +105,8 @@ class SampleHealer(Healer):
         if loading.has_workers:
             # It goes to another process, where there is no journal.
             return RetryPolicy.of(self.config).call
-        return partial(self.calls.call, "the training data", _nothing_to_rewind)
+        # A sample that could not be loaded leaves nothing behind that would have to be rewound.
+        return partial(self.calls.call, "the training data", lambda: None)
 
     def _stream_began(self, sample: Any) -> None:
         """If a stream begins with another row than before, what is skipped was not trained."""
@@ -141,19 +142,16 @@ class SampleHealer(Healer):
         if not known.new and not known.retried:
             return
         new, retried = known.take()
-        self._quarantine.share(new)
+        self._quarantine.share([(sample.name, sample.why) for sample in new])
         given_up = self.calls.take_back() if new else None
         if given_up is not None:
             # The call was that of a sample which has been replaced: there is nothing left to enter again for.
             self.run.dealing_with(given_up).close("resolved")
         self._report(new, retried)
-        bad, limit = known.bad, self._limit(loading)
+        whole = math.inf if loading.samples is None else loading.samples
+        bad, limit = known.bad, self.config.max_bad_fraction * min(whole, max(self._drawn, _FEWEST_SAMPLES))
         if len(bad) > limit:
             self._end_for_too_many(bad, limit)
-
-    def _limit(self, loading: TrainingLoader) -> float:
-        whole = math.inf if loading.samples is None else loading.samples
-        return self.config.max_bad_fraction * min(whole, max(self._drawn, _FEWEST_SAMPLES))
 
     def _report(self, new: Sequence[BadSample], retried: Sequence[str]) -> None:
         evidence: dict[str, Any] = {"samples": [asdict(sample) for sample in new]}
@@ -186,11 +184,6 @@ class SampleHealer(Healer):
             opened.diagnosed(FailureType.BAD_DATA, symptom.replace("_", " "))
             context = HealingContext(opened.incident, instrument, verdict=verdict, error=error)
             self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, instrument.trainer.args)
-
-
-def _nothing_to_rewind() -> None:
-    # A sample that could not be loaded leaves nothing behind.
-    pass
 
 
 def dataset_fingerprint(dataset: Any) -> str:

@@ -7,8 +7,8 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ...hf.batches import content_hash, row_text
 from ...hf.dataloader import RowSource
 from ...hf.step import Window
 from ...run.healer import CarryOut, HealingContext
+from ...run.run import News
 from ...system.files import append_line, parse_lines
 
 
@@ -49,12 +50,6 @@ class BadSample:
     replaced_by: int | None = None
     worker: int | None = None
     text_hash: str | None = None
-
-    @classmethod
-    def that_raised(cls, problem: str, error: BaseException, **fields: Any) -> BadSample:
-        trace = traceback.extract_tb(error.__traceback__)
-        raised_at = f"{trace[-1].filename}:{trace[-1].lineno}" if trace else None
-        return cls(problem, type(error).__name__, text_of(error)[:500], raised_at, **fields)
 
     @property
     def name(self) -> SampleName:
@@ -105,30 +100,22 @@ def preview_of(sample: Any) -> str | None:
 POISON = "it makes a step non-finite"
 
 
+@dataclass
 class KnownBadSamples:
     """Samples of one data set that are not to be used: added by the guards of any process, and known to all."""
 
-    def __init__(
-        self,
-        path: Path,
-        run: str,
-        fingerprint: str,
-        blocked: dict[SampleName, str],
-        rank: int = 0,
-        keep_text: bool = True,
-    ) -> None:
-        self._keep_text = keep_text
-        self.path = str(path)
-        self.run = run
-        self.fingerprint = fingerprint
-        self.blocked = blocked
-        self.rank = rank
-        # Found by this process or its workers since they were last taken.
-        self.new: list[BadSample] = []
-        self.retried: list[str] = []
-        # Rows that an earlier process has dropped in steps that are done again, as the quarantine knows them.
-        self.ahead: set[str] = set()
-        self._read = 0
+    path: str
+    run: str
+    fingerprint: str
+    blocked: dict[SampleName, str]
+    rank: int = 0
+    keep_text: bool = True
+    # Found by this process or its workers since they were last taken.
+    new: list[BadSample] = field(default_factory=list)
+    retried: list[str] = field(default_factory=list)
+    # Rows that an earlier process has dropped in steps that are done again, as the quarantine knows them.
+    ahead: set[str] = field(default_factory=set)
+    _read: int = 0
 
     @property
     def bad(self) -> dict[SampleName, str]:
@@ -139,34 +126,32 @@ class KnownBadSamples:
     def whose(self) -> dict[str, Any]:
         return {"run": self.run, "fingerprint": self.fingerprint, "rank": self.rank}
 
-    def that_raised(self, problem: str, error: BaseException, **fields: Any) -> BadSample:
+    def that_raised(self, problem: str, error: BaseException, **where: Any) -> BadSample:
         """A sample that raised, without text if that may not be kept."""
-        return self._as_written(BadSample.that_raised(problem, error, **fields))
+        trace = traceback.extract_tb(error.__traceback__)
+        raised_at = f"{trace[-1].filename}:{trace[-1].lineno}" if trace else None
+        sample = BadSample(problem, type(error).__name__, text_of(error)[:500], raised_at, **where)
+        return sample if self.keep_text else sample.without_text()
 
-    def _as_written(self, sample: BadSample) -> BadSample:
-        return sample if self._keep_text else sample.without_text()
-
-    def add(self, sample: BadSample, replaced_by: SampleName | None = None) -> None:
-        """Blocks a sample, and writes it down for the other processes."""
-        if isinstance(replaced_by, int):
-            sample = replace(sample, replaced_by=replaced_by)
-        sample = self._as_written(sample)
-        if sample.name in self.blocked:
-            return
-        self.blocked[sample.name] = sample.why
-        self.new.append(sample)
-        line = {"kind": "bad_sample", "time": time.time(), **self.whose, **asdict(sample)}
-        try:
-            append_line(self.path, line)
-        except OSError as error:
-            logger.warning("%s could not be written (%s); the sample is replaced all the same.", self.path, error)
-
-    def add_all(self, samples: Iterable[BadSample], replaced_by: SampleName) -> None:
+    def add(self, *samples: BadSample, replaced_by: SampleName | None = None) -> None:
+        """Blocks samples, and writes them down for the other processes."""
         for sample in samples:
-            self.add(sample, replaced_by)
+            if isinstance(replaced_by, int):
+                sample = replace(sample, replaced_by=replaced_by)
+            if not self.keep_text:
+                sample = sample.without_text()
+            if sample.name in self.blocked:
+                continue
+            self.blocked[sample.name] = sample.why
+            self.new.append(sample)
+            line = {"kind": "bad_sample", "time": time.time(), **self.whose, **asdict(sample)}
+            try:
+                append_line(self.path, line)
+            except OSError as error:
+                logger.warning("%s could not be written (%s); the sample is replaced all the same.", self.path, error)
 
     def loaded_on_retry(self, what: str, error: BaseException) -> None:
-        raised = describe_exception(error) if self._keep_text else type(error).__name__
+        raised = describe_exception(error) if self.keep_text else type(error).__name__
         self.retried.append(f"{what} ({raised})")
         # The incident tells of it.
         logger.info("%s raised %s; the second attempt succeeded.", what, raised)
@@ -203,7 +188,7 @@ class KnownBadSamples:
             elif entry.get("dataset_index") is not None and entry.get("segment") is None:
                 self.blocked.setdefault(entry["dataset_index"], POISON)
             return
-        sample = BadSample(**{field.name: entry[field.name] for field in fields(BadSample) if field.name in entry})
+        sample = BadSample(**{each.name: entry[each.name] for each in fields(BadSample) if each.name in entry})
         if sample.name not in self.blocked:
             self.blocked[sample.name] = sample.why
             if entry.get("rank") == self.rank:
@@ -235,22 +220,6 @@ def describe_name(name: SampleName) -> str:
     return f"sample {rest.partition('@')[0]} of shard {shard}"
 
 
-# ---- problems ----
-
-
-EMPTY = "a sequence of length 0"
-
-
-def is_empty(sample: Any) -> bool:
-    """Whether there is nothing in a sample to train on; called for each one that is loaded."""
-    # A dictionary is known at once; abstract classes are asked for in twice the time.
-    if type(sample) is not dict and not isinstance(sample, Mapping):
-        return False
-    ids = sample.get("input_ids")
-    shape = (len(ids),) if isinstance(ids, list | tuple) else getattr(ids, "shape", None)
-    return bool(shape) and shape[-1] == 0
-
-
 # ---- quarantine ----
 
 
@@ -260,7 +229,7 @@ QUARANTINE_FILE = "quarantine.jsonl"
 class Quarantine:
     """Rows and samples that a run does not use any more, also after it was resumed from a checkpoint."""
 
-    def __init__(self, directory: Path, keep_text: bool = True) -> None:
+    def __init__(self, directory: Path, keep_text: bool = True, news: News | None = None) -> None:
         self.path = directory / QUARANTINE_FILE
         self._keep_text = keep_text
         self.seen: set[str] = set()
@@ -269,13 +238,14 @@ class Quarantine:
         self.known: KnownBadSamples | None = None
         # By the epoch: a digest of the row that a stream began with.
         self.first_rows: dict[int, bytes | None] = {}
-        # Tells the other ranks, when all of them meet the next time.
-        self.tell: Callable[[Callable[[], Mapping[str, Any]]], None] = lambda record: None
+        self._news = news
+        if news is not None:
+            news.on("quarantine", self.take_in)
 
     def watch(self, run: str, fingerprint: str, rank: int = 0, step: int | None = None) -> KnownBadSamples:
         """Begins to keep the bad samples of a data set."""
         blocked = self.blocked.setdefault(fingerprint, {})
-        self.known = KnownBadSamples(self.path, run, fingerprint, blocked, rank, self._keep_text)
+        self.known = KnownBadSamples(str(self.path), run, fingerprint, blocked, rank, self._keep_text)
         self.known.read_new_lines(before=step)
         # They are written down already.
         self.seen |= self.known.ahead
@@ -297,22 +267,19 @@ class Quarantine:
             keys.append(key)
             line = {"time": time.time(), "incident": incident, "step": step, "epoch": epoch}
             lines.append(line | row | ({} if known is None else known.whose))
-        self._share(blocked, keys)
+        self.share(blocked, keys)
         try:
             for line in lines:
                 append_line(str(self.path), line)
         except OSError:
             logger.warning("%s could not be written; the rows were dropped all the same.", self.path, exc_info=True)
 
-    def share(self, samples: Iterable[BadSample]) -> None:
-        """Tells the other ranks of samples that this one has found."""
-        self._share([(sample.name, sample.why) for sample in samples])
-
-    def _share(self, blocked: Sequence[tuple[SampleName, str]], keys: Sequence[str] = ()) -> None:
+    def share(self, blocked: Sequence[tuple[SampleName, str]], keys: Sequence[str] = ()) -> None:
+        """Tells the other ranks which samples, and why, and which rows this one does not use any more."""
         known = self.known
-        if known is not None and (blocked or keys):
+        if known is not None and self._news is not None and (blocked or keys):
             record = {"fingerprint": known.fingerprint, "blocked": blocked, "seen": keys}
-            self.tell(lambda: record)
+            self._news.tell("quarantine", lambda: record)
 
     def take_in(self, rank: int, record: Mapping[str, Any]) -> None:
         """Takes in what another rank does not use any more."""

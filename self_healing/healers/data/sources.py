@@ -10,7 +10,7 @@ from ...failures.classify import classify_exception, is_error
 from ...failures.recipes import FailureType
 from ...system.random_state import RandomState
 from ..inspection import columns_of, digest_of
-from .guard import MAX_BAD_IN_A_ROW, CallResult, DataSourceError, Guard, LetPass, shallow_copy
+from .guard import MAX_BAD_IN_A_ROW, CallResult, DataSourceError, Guard, LetPass, copies_of
 from .quarantine import BadSample, describe_name
 
 
@@ -50,7 +50,7 @@ class SourceReader:
         self.ordinal += 1 if self._size is None else self._size(given)
         self._position += 1
         # Code that is given it may change it.
-        self._last = _kept(given)
+        self._last = copies_of(given)
         return given
 
     def _read(self) -> CallResult:
@@ -189,7 +189,3 @@ def _cannot_be_passed(failed: list[BadSample], error: BaseException) -> DataSour
     )
     source.__cause__ = error
     return source
-
-
-def _kept(given: Any) -> Any:
-    return tuple(shallow_copy(each) for each in given) if type(given) is tuple else shallow_copy(given)

@@ -19,7 +19,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from .guard import MAX_BAD_IN_A_ROW, CallResult, Guard, LetPass, Proxy, no_substitute, worker_id
-from .quarantine import EMPTY, BadSample, SampleName, is_empty, preview_of
+from .quarantine import BadSample, SampleName, preview_of
 from .sources import SourceReader
 
 
@@ -113,18 +113,13 @@ class LiveStream:
         """Draws the next sample that can be used, and its name."""
         if self.back:
             return self.back.popleft()
-        guard = self._guard
-        while True:
-            sample = next(self._reading)
-            if self._reading.ordinal == 1:
-                guard.began(sample)
-            if self._read is not self._dataset:
-                # The stream itself is asked where it stands, by the loader and by checkpoints.
-                self._dataset._state_dict = self._read._state_dict
-            ordinal = self._reading.ordinal - 1
-            if guard.names_only or not is_empty(sample):
-                return f"{worker_id() or 0}:{ordinal}", sample
-            guard.known.add(BadSample("empty", "", EMPTY, attempts=1, **_where(ordinal)))
+        sample = next(self._reading)
+        if self._reading.ordinal == 1:
+            self._guard.began(sample)
+        if self._read is not self._dataset:
+            # The stream itself is asked where it stands, by the loader and by checkpoints.
+            self._dataset._state_dict = self._read._state_dict
+        return f"{worker_id() or 0}:{self._reading.ordinal - 1}", sample
 
     def _open(self) -> Iterator[Any]:
         if self._is_hugging_face and not self._guard.names_only:

@@ -226,11 +226,6 @@ class ModelCalls:
             items = call.kwargs.get("num_items_in_batch")
             count = sum(each.label_mask.sum() for each in outputs).clamp(min=1) if items is None else items
             of_all[id(outputs[0].loss)] = -sum(each.log_probs.sum() for each in outputs) / count
-        elif isinstance(loss := getattr(outputs[0], "loss", None), torch.Tensor) and loss.dim() == 0:
-            weights = self._weights(call, groups)
-            # The mean over no labels at all is NaN, and counts nothing.
-            counting = [each.loss * weight for each, weight in zip(outputs, weights, strict=True) if weight]
-            of_all[id(loss)] = sum(counting) if counting else loss
         result = _joined(outputs, shapes, flat, of_all)
         self._sizes.pieces = max(self._sizes.pieces, len(groups))
         return result
@@ -252,38 +247,6 @@ class ModelCalls:
         check = "none" if self._together else "default"
         # What it is given says on which device random states are kept for the backward pass.
         return checkpoint(compute, main, use_reentrant=False, determinism_check=check)  # type: ignore[no-any-return]
-
-    def _weights(self, call: _Call, groups: Sequence[Sequence[int]]) -> list[float]:
-        """
-        What the losses of chunks count for, of a model that computes them past its `loss_function`: a mean over labels
-        or over rows, whichever gives the loss of two rows.
-        """
-        labels, rows = call.kwargs.get("labels"), call.shape.rows
-        by_row = isinstance(labels, torch.Tensor) and labels.dim() > 0 and labels.size(0) == rows
-        if self._together or call.segments is not None or labels is None or not by_row:
-            raise CannotSplit("the model gives one value for all rows (a loss past its `loss_function`)")
-        counted = labels.flatten(1) != IGNORED_LABEL if labels.dim() > 1 else torch.ones_like(labels)[:, None]
-        counts: list[int] = counted.sum(1).tolist()
-        low, high = counts.index(min(counts)), counts.index(max(counts))
-        pair = [low, high if low != high else 1]
-        both, *of_each = (self._loss_of(call.of(each)) for each in (pair, pair[:1], pair[1:]))
-        for amounts in (counts, [1] * rows):
-            weighed = sum(each * amounts[row] for each, row in zip(of_each, pair, strict=True) if amounts[row])
-            if abs(weighed / max(sum(amounts[row] for row in pair), 1) - both) <= 1e-3 * abs(both):
-                return [sum(amounts[row] for row in group) / max(sum(amounts), 1) for group in groups]
-        raise CannotSplit("the model gives one value for all rows, which is no mean over rows or labels")
-
-    @torch.no_grad()
-    def _loss_of(self, call: _Call) -> float:
-        """The loss without dropout, and without a trace."""
-        modes = {each: each.training for each in self._module.modules()}
-        self._module.eval()
-        try:
-            with self._running(call.shape):
-                return float(call.original(*call.args, **call.kwargs).loss)
-        finally:
-            for each, mode in modes.items():
-                each.training = mode
 
     def _generated_in_chunks(self, call: _Call, groups: Sequence[Sequence[int]]) -> torch.Tensor:
         pieces = []

@@ -179,7 +179,7 @@ class MemoryHealer(Healer):
         if free:
             why = "freeing cached memory did not help"
         context.verdict = f"out of memory in vLLM, which generates in this process: {why}; {figures_in_words(ran_out)}"
-        context.incident.evidence["remedy"] = ENGINE_ADVICE
+        context.incident.evidence["remedy"] = ADVICE["vLLM"]
         self._stop(context, ran_out)
         return False
 
@@ -225,7 +225,8 @@ class MemoryHealer(Healer):
         if ran_out.alone:
             return self._end_the_job(ran_out)
         in_training = context.window is not None and ran_out.place in ("forward", "backward")
-        if in_training and self._may_checkpoint_activations(context):
+        may_keep_fewer = in_training and not self._state.checkpointing_activations
+        if may_keep_fewer and self.actions.apply(Action.CHECKPOINT_ACTIVATIONS, context, self._args)["checkpointing"]:
             self._failed.clear()
             return True
         if in_training and run.may_enter_again and self.config.oom_reduce_batch:
@@ -238,10 +239,11 @@ class MemoryHealer(Healer):
                 self._state.checkpointing_activations = False
                 self._claim = Claim(self._end().incident, Action.REDUCE_BATCH_SIZE, batch=plan)
                 return False
-        context.verdict = (
-            f"out of memory in {ran_out.place}: {size_in_words(shape)}; {why}; {figures_in_words(ran_out)}"
-        )
-        incident.evidence["remedy"] = advice_on(ran_out, in_training and not run.may_enter_again)
+        size = f"{shape} (rows x padded length) did not fit" if shape else "the size of what ran is not known"
+        context.verdict = f"out of memory in {ran_out.place}: {size}; {why}; {figures_in_words(ran_out)}"
+        halve = HALVE if in_training and not run.may_enter_again else ""
+        advice = ADVICE.get(ran_out.place) or halve + FAILURE_RECIPES[FailureType.OUT_OF_MEMORY].advice
+        incident.evidence["remedy"] = advice
         self._stop(context, ran_out)
         return False
 
@@ -268,12 +270,6 @@ class MemoryHealer(Healer):
         # The user's code has put an exception of its own in the place of the error.
         return claim_by_recipe(claim.incident, failure)
 
-    def _may_checkpoint_activations(self, context: HealingContext) -> bool:
-        if self._state.checkpointing_activations:
-            return False
-        done = self.actions.apply(Action.CHECKPOINT_ACTIVATIONS, context, self._args)
-        return bool(done["checkpointing"])
-
     def _stop(self, context: HealingContext, ran_out: OutOfMemory) -> None:
         context.error = ran_out.error
         self._state.write()
@@ -294,24 +290,21 @@ class MemoryHealer(Healer):
                 if self._context.window is not None and processes.world_size() == 1:
                     # Of several ranks the others know nothing of it, and what follows takes all of them.
                     self.run.healers.recomputed(self._context.incident)
-            self._say_what_was_split(self._context)
-            if self._context.shape is not None:
+            shape, pieces, figures = self._context.shape, self._sizes.pieces, self._context.incident.figures
+            if shape is not None:
                 self.run.news.tell("sizes", self._state.content)
+            if shape is not None and pieces > 1:
+                figures.append(
+                    f"{shape} did not fit: split into up to {pieces} pieces from here on, which takes longer"
+                )
+            elif self._attempts == 1:
+                figures.append("the second attempt, at full size, went through")
             self._end().close("resolved")
             if not self._sizes.limits and not self._passes_often:
                 self._leave_alone()
         if self._sizes.changed:
             self._sizes.changed = False
             self._state.write()
-
-    def _say_what_was_split(self, context: HealingContext) -> None:
-        pieces = self._sizes.pieces
-        if context.shape is not None and pieces > 1:
-            context.incident.figures.append(
-                f"{context.shape} did not fit: split into up to {pieces} pieces from here on, which takes longer"
-            )
-        elif self._attempts == 1:
-            context.incident.figures.append("the second attempt, at full size, went through")
 
     # ---- in `optimizer.step()` ----
 
@@ -352,12 +345,12 @@ class MemoryHealer(Healer):
         if window is None:
             return False
         if not self._instrument.optimizer_step.can_be_taken_again:
-            self._told = OPTIMIZER_ADVICE
+            self._told = ADVICE["optimizer step"]
             return False
         context, instrument = self._begin(ran_out, window), self._instrument
         self._stepping = True
         context.verdict = f"out of memory in optimizer.step(), {self._attempts} times: {figures_in_words(ran_out)}"
-        context.incident.evidence["remedy"] = OPTIMIZER_ADVICE
+        context.incident.evidence["remedy"] = ADVICE["optimizer step"]
         untouched = instrument.optimizer_step.undo()
         self._free(context, ran_out)
         weights, undone = self._undo_step(untouched)
@@ -409,11 +402,9 @@ class MemoryHealer(Healer):
 
     def oom_on_one_rank(self, ran_out: OutOfMemory) -> None:
         """Writes down what did not fit, so that the next start of the job begins with smaller pieces."""
-        if ran_out.place in ("vLLM", "optimizer step"):
-            # No size of a call is to blame.
-            self._told = ENGINE_ADVICE if ran_out.place == "vLLM" else OPTIMIZER_ADVICE
-        else:
-            self._told = self._note_for_the_next_start(ran_out)
+        # No size of a call is to blame for what an engine or an optimizer lacks.
+        of_its_own = ran_out.place in ("vLLM", "optimizer step")
+        self._told = ADVICE[ran_out.place] if of_its_own else self._note_for_the_next_start(ran_out)
         # Not a warning: of those the terminal shows what the first rank has to say.
         logger.error(
             "Step %d: out of memory in %s on process %d of several, and the others are waiting for it. %s",
@@ -552,48 +543,34 @@ BATCHES_MOVED = {
     True: "{:.1f} MB of batches were given up: until the next snapshot a rollback loses the steps since the last one",
 }
 
-OPTIMIZER_ADVICE = (
-    "(1) Take an optimizer with smaller state or with paging (8-bit, Adafactor, paged AdamW), or train fewer weights "
-    "(LoRA). (2) Take one whose update needs no extra memory (fused). (3) Check whether another process uses the "
-    "device."
-)
-
 SMALLER_BATCHES = (
     "Please lower per_device_train_batch_size and raise gradient_accumulation_steps, or set "
     "gradient_checkpointing=True."
 )
 
-ENGINE_ADVICE = (
-    "(1) Lower vllm_gpu_memory_utilization, the share of memory that the engine reserves, or set "
-    "vllm_enable_sleep_mode=True, which releases it during training steps. (2) Shorten max_completion_length and "
-    "vllm_max_model_length. (3) Have vLLM generate on another device (vllm_mode='server')."
-)
-
-
-def advice_on(ran_out: OutOfMemory, alone: bool) -> str:
-    """Gives three things to try."""
-    if ran_out.place == "evaluation":
-        return (
-            "Only the evaluation did not fit. (1) Lower per_device_eval_batch_size. (2) Set eval_accumulation_steps, "
-            "so that predictions are moved to the host. (3) Evaluate on shorter rows, or without predictions "
-            "(prediction_loss_only=True)."
-        )
-    if ran_out.place == "generation":
-        return (
-            "(1) Shorten max_completion_length, or the prompts. (2) Use less permanent memory: LoRA, weights "
-            "in bf16, an 8-bit optimizer. (3) Generate elsewhere (vLLM on another device)."
-        )
-    smaller = (
-        "Halve per_device_train_batch_size and double gradient_accumulation_steps, or let SelfHealingTrainer do it. "
-        if alone
-        else ""
-    )
-    return smaller + FAILURE_RECIPES[FailureType.OUT_OF_MEMORY].advice
-
-
-def size_in_words(shape: CallShape | None) -> str:
-    """Names the call that did not fit."""
-    return "the size of what ran is not known" if shape is None else f"{shape} (rows x padded length) did not fit"
+# Three things to try, by where memory ran out; elsewhere it is what the recipe says.
+ADVICE = {
+    "evaluation": (
+        "Only the evaluation did not fit. (1) Lower per_device_eval_batch_size. (2) Set eval_accumulation_steps, "
+        "so that predictions are moved to the host. (3) Evaluate on shorter rows, or without predictions "
+        "(prediction_loss_only=True)."
+    ),
+    "generation": (
+        "(1) Shorten max_completion_length, or the prompts. (2) Use less permanent memory: LoRA, weights "
+        "in bf16, an 8-bit optimizer. (3) Generate elsewhere (vLLM on another device)."
+    ),
+    "vLLM": (
+        "(1) Lower vllm_gpu_memory_utilization, the share of memory that the engine reserves, or set "
+        "vllm_enable_sleep_mode=True, which releases it during training steps. (2) Shorten max_completion_length and "
+        "vllm_max_model_length. (3) Have vLLM generate on another device (vllm_mode='server')."
+    ),
+    "optimizer step": (
+        "(1) Take an optimizer with smaller state or with paging (8-bit, Adafactor, paged AdamW), or train fewer "
+        "weights (LoRA). (2) Take one whose update needs no extra memory (fused). (3) Check whether another process "
+        "uses the device."
+    ),
+}
+HALVE = "Halve per_device_train_batch_size and double gradient_accumulation_steps, or let SelfHealingTrainer do it. "
 
 
 def figures_in_words(ran_out: OutOfMemory) -> str:

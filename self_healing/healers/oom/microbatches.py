@@ -59,8 +59,8 @@ class Microbatches:
         # By which the numbers for the log add up that a loss asks accelerate for, by their place.
         self._numbers: list[str] = []
         self._hopeless = False
-        # Micro-batches until the next experiment, and how many that will be after it.
-        self._wait, self._pause = 0, 1
+        # Micro-batches that an experiment could have been made with: it is, with the first, second, fourth, eighth.
+        self._undecided = 0
 
     def run(self, compute: Callable[[], torch.Tensor], model: Any, items: Any) -> torch.Tensor:
         """Computes a training step, in passes if it has to be and can be."""
@@ -180,8 +180,8 @@ class Microbatches:
         if self._hopeless or not low or self._is_decided(parts):
             # Of these rows nothing new can be learned.
             return False
-        self._wait -= 1
-        if self._wait >= 0:
+        self._undecided += 1
+        if self._undecided & (self._undecided - 1):
             return False
         smallest = sorted((each for each in model.parameters() if each.requires_grad), key=torch.Tensor.numel)
         tensors = [each for each in smallest if each.is_floating_point()][:_TRIED]
@@ -191,7 +191,6 @@ class Microbatches:
             moved = (
                 self._computed(model, _Pass(parts[0].batch, {}), items, tensors, moved=1) if whole.asked else of_low
             )
-        self._wait, self._pause = self._pause, 2 * self._pause
         telling = [place for place, value in enumerate(wanted) if place == 0 or bool(value.any())][: _COMPARED + 1]
         if len(telling) == 1:
             return False

@@ -92,9 +92,9 @@ class KnownSizes:
         self.changed = False
         # Most pieces of one call or step since the last log, and why one was made whole, since the last incident.
         self.pieces = 1
+        self.refused = ""
         # Whether a pass of a step, or an experiment, is computed: its calls have as many rows as they are to have.
         self.in_passes = False
-        self.refused = ""
 
     @property
     def limits(self) -> bool:
@@ -189,7 +189,8 @@ class KnownSizes:
         if tried is not None and (tried.failed_before or self.failure_is_fatal):
             self._frontiers[tried.kind].wait *= 2
         # Calls without gradients go by what failed with them.
-        for kind in kinds | ({"forward"} if "train" in kinds else set()):
+        waiting: set[Kind] = {*kinds, "forward"} if "train" in kinds else kinds
+        for kind in waiting:
             self._frontiers[kind].next_retry = self.step + self._frontiers[kind].wait
         self.changed = True
 
@@ -213,7 +214,9 @@ class KnownSizes:
     # ---- for other processes ----
 
     def state_dict(self) -> dict[str, Any]:
-        frontiers = {kind: {"fits": each.fits, "fails": each.fails} for kind, each in self._frontiers.items()}
+        frontiers: dict[str, Any] = {
+            kind: {"fits": each.fits, "fails": each.fails} for kind, each in self._frontiers.items()
+        }
         return {**frontiers, "made_together": self.made_together}
 
     def load_state_dict(self, state: Mapping[str, Any], own: bool = True) -> None:
