@@ -36,7 +36,7 @@ from ..run.record import new_run_id
 from ..run.run import REFUND_STEPS, Run
 from ..run.status import RunState
 from ..system import processes
-from ..system.files import PINNED_DIR, remove_leftovers
+from ..system.files import PINNED_DIR
 from ..system.processes import Process, log_safely
 from .assembly import load_state
 from .data.healer import SampleHealer
@@ -109,11 +109,9 @@ def enter(
 def _take_in(run: Run, rules: Sequence[MetricRule], resumed_from: str | None, saved: Mapping[str, Any] | None) -> None:
     """Takes in where the run is, before anything is attached."""
     attempts, numerics, instrument = run.part(Attempts), run.part(NumericsState), run.instrument
-    args, state = run.trainer.args, run.trainer.state
+    state = run.trainer.state
     step = int(state.global_step)
     if not attempts.entered:
-        if args.process_index == 0:
-            remove_leftovers(args.output_dir, run.config.healing_dir)
         if not attempts.taken_up:
             run.journal.set_aside_postmortem()
         numerics.begin_watching(instrument, rules)

@@ -105,12 +105,10 @@ class Bookkeeper:
         self._entry_step = int(trainer.state.global_step)
         self._moving_buffers: list[tuple[str, torch.Tensor]] | None = None
         self._first_buffers: dict[str, torch.Tensor] = {}
-        self._rng: RandomState | None = None
 
     def random_state(self) -> RandomState:
         """Captures the random states."""
-        self._rng = RandomState.capture(self._device, since=self._rng)
-        return self._rng
+        return RandomState.capture(self._device)
 
     def capture(self, running_loss: torch.Tensor | None = None) -> Bookkeeping:
         """Captures the bookkeeping."""

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -154,14 +154,10 @@ RUN_FILES = (
 REPORT_FILES = {REPORT_FILE: '{\n "schema": "self_healing.report/', BRIEFING_FILE: "<!-- self_healing: "}
 # In each checkpoint.
 CHECKPOINT_FILES = (MARKER_FILE, f"{MARKER_FILE}.tmp", GENERATED_FILE)
-# Left by a process that is killed while it writes or removes one of them; and in each checkpoint.
-LEFTOVERS = ("healing_*.tmp", ".healing_*.tmp", "postmortem*.tmp", "incidents/*.pt.tmp", ".checkpoint-*.gone")
-CHECKPOINT_LEFTOVERS = (f"{MARKER_FILE}.tmp",)
 GITIGNORE = ".gitignore"
 
 _HEADER = "# Written by self_healing: what it keeps here holds text of samples, and is not for the Hub or for git."
 # As the Trainer names them, here and on the Hub.
-_OWN_FOLDERS = (PINNED_DIR, EMERGENCY_DIR, BESIDE_DIR)
 _CHECKPOINTS = ("checkpoint-*", "last-checkpoint")
 
 
@@ -175,24 +171,11 @@ def own_patterns(output_dir: str | os.PathLike[str], healing_dir: str | os.PathL
     return patterns
 
 
-def remove_leftovers(
-    output_dir: str | os.PathLike[str], healing_dir: str | os.PathLike[str] | None = None
-) -> list[Path]:
-    """Removes leftovers of processes that were killed while they wrote or removed a file of self_healing."""
-    places = [Path(output_dir), *(Path(output_dir, name) for name in _OWN_FOLDERS)]
-    found = [entry for place in places for name in LEFTOVERS for entry in place.glob(name)]
-    if healing_dir is not None:
-        found += [entry for name in LEFTOVERS for entry in Path(healing_dir).glob(name)]
-    found += [
-        entry for place in places for name in CHECKPOINT_LEFTOVERS for entry in place.glob(f"{_CHECKPOINTS[0]}/{name}")
-    ]
-    for entry in found:
-        if entry.is_dir():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            with suppress(OSError):
-                entry.unlink()
-    return [entry for entry in found if not entry.exists()]
+def remove_leftovers(output_dir: str | os.PathLike[str]) -> None:
+    """Removes checkpoints that a process was removing when it was killed; other files are written again."""
+    for name in ("", PINNED_DIR, EMERGENCY_DIR, BESIDE_DIR):
+        for leftover in Path(output_dir, name).glob(".checkpoint-*.gone"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def hide_from_uploads(
@@ -209,19 +192,10 @@ def hide_from_uploads(
             path.unlink(missing_ok=True)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join([_HEADER, *_gitignore(output_dir, healing_dir)]) + "\n", encoding="utf-8")
+        ignored = sorted({GITIGNORE, *own_patterns(output_dir, healing_dir)})
+        path.write_text("\n".join([_HEADER, *(f"/{pattern}" for pattern in ignored), ""]), encoding="utf-8")
     except OSError as error:
         logger.info("%s could not be written: %s.", path, error)
-
-
-def _gitignore(output_dir: str | os.PathLike[str], healing_dir: str | os.PathLike[str] | None) -> Iterator[str]:
-    yield f"/{GITIGNORE}"
-    for prefix in _prefixes(output_dir, healing_dir):
-        for name in (*RUN_FILES, *_own_reports(output_dir, prefix)):
-            yield f"/{prefix}{name.removesuffix('*') if name.endswith('/*') else name}"
-    for checkpoint in _CHECKPOINTS:
-        for name in CHECKPOINT_FILES:
-            yield f"/{checkpoint}/{name}"
 
 
 def _prefixes(output_dir: str | os.PathLike[str], healing_dir: str | os.PathLike[str] | None) -> tuple[str, ...]:

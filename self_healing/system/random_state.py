@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import random
-import struct
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -19,16 +17,12 @@ from . import processes
 # ---- random state: the states of all generators that a training step draws from ----
 
 
-# Of a Mersenne Twister: 624 words and the place among them, each of 4 bytes. numpy has the place last (`mt19937_state`
-# in mt19937.h), Python first (`RandomObject` in Modules/_randommodule.c).
+# Of numpy's generator: its words, and the place among them.
 _MT19937_BYTES = 625 * 4
-_PLACE_AND_WORDS = struct.Struct("=I624I")
-# From numpy 1.24 on.
-_bit_generator = getattr(np.random, "get_bit_generator", lambda: None)
-# In the tuple of `numpy.random.get_state`: whether a second normal number is kept from the last pair.
+# In the tuple of `numpy.random.get_state`.
 _HAS_GAUSS = 3
-# In that of `random.getstate`: the number that is kept from the last pair, if any.
-_GAUSS_NEXT = 2
+# Its words at the last capture, and the state of which they are: to make that takes a hundred times as long.
+_numpy_before: dict[bytes, Any] = {}
 
 
 @dataclass(slots=True)
@@ -40,43 +34,23 @@ class RandomState:
     cpu: torch.Tensor
     devices: list[torch.Tensor]
     device_type: str
-    # Memory of the generators of Python and numpy when they were captured.
-    _python_words: bytes | None = field(default=None, repr=False)
-    _numpy_words: bytes | None = field(default=None, repr=False)
-    _kept_put_back: int = field(default=0, repr=False)
-    # How often numpy was given a kept number back: it has one generator for the process.
-    _kept_put_back_so_far: ClassVar[int] = 0
 
     @classmethod
-    def capture(cls, device: torch.device | None = None, since: RandomState | None = None) -> RandomState:
+    def capture(cls, device: torch.device | None = None) -> RandomState:
         """Captures the states as of now; those of a GPU lie in host memory, so nothing waits for the device."""
-        # Read first: the next capture notices what another thread draws meanwhile.
-        python_words, numpy_words = _python_words(), _numpy_words()
         return cls(
-            python=since.python if since and since._python_is_at(python_words) else random.getstate(),
-            numpy=since.numpy if since and since._numpy_is_at(numpy_words) else np.random.get_state(),
+            python=random.getstate(),
+            numpy=_numpy_state(),
             cpu=torch.get_rng_state(),
             devices=_on_devices(device),
             device_type="cpu" if device is None else device.type,
-            _python_words=python_words,
-            _numpy_words=numpy_words,
-            _kept_put_back=cls._kept_put_back_so_far,
         )
-
-    def _python_is_at(self, words: bytes | None) -> bool:
-        kept: float | None = self.python[_GAUSS_NEXT]
-        return words is not None and words == self._python_words and kept == _python_generator().gauss_next
-
-    def _numpy_is_at(self, words: bytes | None) -> bool:
-        # The words do not show that the kept number was used up, or put back.
-        kept = self.numpy[_HAS_GAUSS] or self._kept_put_back != RandomState._kept_put_back_so_far
-        return words is not None and words == self._numpy_words and not kept
 
     def restore(self) -> None:
         """Sets all generators to the captured states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
-        RandomState._kept_put_back_so_far += self.numpy[_HAS_GAUSS]
+        _numpy_before.clear()
         torch.set_rng_state(self.cpu)
         if len(self.devices) == 1:
             torch.get_device_module(self.device_type).set_rng_state(self.devices[0])
@@ -110,56 +84,19 @@ class RandomState:
         )
 
 
-def _python_generator() -> Any:
-    """The generator whose methods the functions of `random` are: another one after a reload of that module."""
-    return getattr(random.getstate, "__self__", None)
-
-
-class _Memory:
-    """Where a generator keeps its words."""
-
-    def __init__(self, address_of: Callable[[Any], int]) -> None:
-        self._address_of = address_of
-        # Held, so that the address stays its own.
-        self._generator: Any = None
-        self._words: Any = None
-
-    def words_of(self, generator: Any) -> bytes:
-        """Reads the words."""
-        if generator is not self._generator:
-            # Twelve times as fast as `ctypes.string_at` with the address asked for, several times a step.
-            self._words = (ctypes.c_char * _MT19937_BYTES).from_address(self._address_of(generator))
-            self._generator = generator
-        words: bytes = self._words.raw
-        return words
-
-
-_python_memory = _Memory(lambda generator: id(generator) + object.__basicsize__)
-_numpy_memory = _Memory(lambda generator: int(generator.ctypes.state_address))
-
-
-def _python_words_are_in_memory() -> bool:
-    """Whether the words of Python's generator lie where CPython 3.11 to 3.14 has them."""
-    if sys.implementation.name != "cpython" or not isinstance(_python_generator(), random.Random):
-        return False
-    place, *words = _PLACE_AND_WORDS.unpack(_python_memory.words_of(_python_generator()))
-    state: tuple[int, ...] = random.getstate()[1]
-    return (*words, place) == state
-
-
-_HAS_PYTHON_WORDS = _python_words_are_in_memory()
-
-
-def _python_words() -> bytes | None:
-    """Reads the memory of the generator behind `random`; `None` where that cannot be read."""
-    generator = _python_generator()
-    return _python_memory.words_of(generator) if _HAS_PYTHON_WORDS and isinstance(generator, random.Random) else None
-
-
-def _numpy_words() -> bytes | None:
-    """Reads the memory of the generator behind `numpy.random`; `None` for another one than numpy's default."""
-    generator = _bit_generator()
-    return _numpy_memory.words_of(generator) if type(generator) is np.random.MT19937 else None
+def _numpy_state() -> Any:
+    """Gives the state of numpy's generator; that of the last capture where its words are as they were."""
+    # From numpy 1.24 on.
+    generator = getattr(np.random, "get_bit_generator", lambda: None)()
+    if type(generator) is not np.random.MT19937:
+        return np.random.get_state()
+    words = ctypes.string_at(int(generator.ctypes.state_address), _MT19937_BYTES)
+    state = _numpy_before.get(words)
+    if state is None or state[_HAS_GAUSS]:
+        # The words do not show whether the number that is kept from the last pair was used up.
+        _numpy_before.clear()
+        state = _numpy_before[words] = np.random.get_state()
+    return state
 
 
 def _on_devices(device: torch.device | None) -> list[torch.Tensor]:
