@@ -48,7 +48,7 @@ import self_healing
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.healers.hangs import watchdog
 from self_healing.hf import sections
-from self_healing.rollback.host_memory import copies_of
+from self_healing.rollback.host_memory import TRANSFERS, Transfer
 
 
 HERE = Path(__file__)
@@ -501,25 +501,15 @@ def vocabulary(setting: Setting) -> dict[str, Any]:
 # ---- 4: copies that take long ----
 
 
-class SlowCopies:
-    """Copies beside the computation that begin late."""
+class SlowTransfer(Transfer):
+    """A copy beside the computation that begins late."""
 
-    def __init__(self, copies: Any, cycles: int) -> None:
-        self._copies, self._cycles = copies, cycles
-        self.pin, self.unpin = copies.pin, copies.unpin
+    def __init__(self, device: torch.device, work: Callable[[], None]) -> None:
+        def slowly() -> None:
+            torch.cuda._sleep(500_000_000)
+            work()
 
-    def stream(self, device: torch.device) -> Any:
-        stream, cycles = self._copies.stream(device), self._cycles
-
-        class Slow:
-            def start(self, work: Callable[[], None]) -> Any:
-                def slowly() -> None:
-                    torch.cuda._sleep(cycles)
-                    work()
-
-                return stream.start(slowly)
-
-        return Slow()
+        super().__init__(device, slowly)
 
 
 def side_stream(setting: Setting) -> dict[str, Any]:
@@ -530,8 +520,7 @@ def side_stream(setting: Setting) -> dict[str, Any]:
     settings["learning_rate"] = 3e-4 if setting.on_gpu else 3e-3
     with repeatable_kernels():
         plain = finish(setting, trainer_of(setting, "plain", **settings))
-        slow = {"cuda": SlowCopies(copies_of("cuda"), 500_000_000)}.get if setting.on_gpu else copies_of
-        with mock.patch("self_healing.rollback.host_memory.copies_of", slow):
+        with mock.patch.dict(TRANSFERS, {"cuda": SlowTransfer}):
             config = HealingConfig(snapshot_interval=4, snapshot_verify_steps=2)
             ours = finish(setting, trainer_of(setting, "ours", [SelfHealingCallback(config)], **settings))
     same = largest_difference(plain, ours) == 0.0

@@ -100,7 +100,7 @@ class Rounds(TrainerCallback):
             shared.prepare(snapshot, live, record)
             snapshot.wait()
             shared.store()
-            assert shared.has(snapshot)
+            assert snapshot.stored is not None
 
         def restore() -> None:
             assert ring.candidate is not None

@@ -33,7 +33,7 @@ class MadeUpRollback:
     """There is no state to go back to, and no weight to be set aside for an experiment."""
 
     def __init__(self) -> None:
-        self.in_place = SimpleNamespace(displaced=False)
+        self.states = SimpleNamespace(displaced=False)
         self.copies_in_doubt = False
 
     def can_go_back(self) -> bool:

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..failures.classify import classify_exception
-from ..failures.recipes import FailureType
-from ..hf.adapter import Instrument
-from ..hf.memory import free_memory, is_out_of_memory, let_go, with_room
-from ..hf.state import LiveState, optimizer_in_training_mode, reload_checkpoint
+from ..hf.state import LiveState
 from ..hf.step import Control, Recording, Window, on_host
-from ..ranks import votes
-from .host_memory import HostBlock, SideStream, free_host_memory, size_of
+from .host_memory import HostBlock, free_host_memory, size_of
 from .shared_memory import SharedStates
 from .snapshots import Snapshot
-
-
-logger = logging.getLogger("self_healing")
 
 
 # ---- ring: keeps states of a run in host memory: candidates, the trusted ones, and the one it began with ----
@@ -49,17 +39,14 @@ class SnapshotRing:
 
     def __init__(self, generations: int = 2, shared: SharedStates | None = None) -> None:
         self.generations = generations
-        self._shared = shared
+        self.shared = shared
         self.candidate: Snapshot | None = None
         self.initial: Snapshot | None = None
         self.trusted: list[Snapshot] = []
         self._spare: list[Snapshot] = []
-        self._streams: dict[torch.device, SideStream] = {}
         # The tensors of the newest one, and the state that this process leaves to the next.
         self.taken_of: LiveState | None = None
         self.left: Snapshot | None = None
-        # Whether each copy is waited for at once: something writes to the state between two updates.
-        self.waits = False
 
     @property
     def nbytes(self) -> int:
@@ -75,18 +62,15 @@ class SnapshotRing:
 
     def fits(self, live: LiveState) -> bool:
         """Whether there is host memory for one more state, or that of a snapshot not needed any more."""
-        if self.candidate is not None or self._spare:
-            reused = self.candidate or self._spare[-1]
-            return size_of(live) - reused.nbytes <= _SHARE_OF_FREE_MEMORY * free_host_memory()
-        return size_of(live) <= _SHARE_OF_FREE_MEMORY * free_host_memory()
+        reused = self.candidate or (self._spare[-1] if self._spare else Snapshot())
+        return size_of(live) - reused.nbytes <= _SHARE_OF_FREE_MEMORY * free_host_memory()
 
     def shrink(self) -> bool:
         """Makes room for a candidate by giving up the oldest generation; `False` if that would leave none."""
         if len(self.trusted) > 1:
             self._retire(self.trusted.pop(0))
         elif self.initial is not None and self.trusted:
-            self._retire(self.initial)
-            self.initial = None
+            self.forget_initial()
         else:
             return False
         self.generations = max(len(self.trusted), 1)
@@ -104,26 +88,18 @@ class SnapshotRing:
             extras (`dict`):
                 Kept with it.
         """
-        if self.candidate is not None:
-            self._retire(self.candidate)
-            self.candidate = None
+        self.discard()
         snapshot = self._spare.pop() if self._spare else Snapshot()
         snapshot.step = snapshot.as_of = step
-        snapshot.extras, snapshot.torn = extras, False
+        snapshot.extras = extras
         try:
-            new_block = HostBlock if self._shared is None else self._shared.new_block
             self.taken_of = live
-            snapshot.take(live, self._streams, self.waits, new_block)
+            snapshot.take(live, HostBlock if self.shared is None else self.shared.new_block)
         except BaseException:
             self._retire(snapshot)
             raise
         self.candidate = snapshot
         return snapshot
-
-    def hold(self, snapshot: Snapshot, live: LiveState, extras: dict[str, Any]) -> None:
-        """Makes a state that is in memory already the candidate; otherwise as [`take`]."""
-        snapshot.extras, snapshot.as_of = extras, snapshot.step
-        self.taken_of, self.candidate = live, snapshot
 
     def join(self) -> None:
         """Has the devices wait, before the state is changed, for copies that are still under way."""
@@ -173,35 +149,27 @@ class SnapshotRing:
     def _retire(self, snapshot: Snapshot) -> None:
         """Its memory is used again by a later one; what was kept with it, a batch among it, is not needed any more."""
         snapshot.extras = {}
-        if not snapshot.pool:
-            # Of an earlier process, whose memory is given back.
-            return
-        if self._shared is not None:
-            self._shared.revoke(snapshot)
-            if self._shared.active and not self._shared.holds(snapshot):
-                # It was taken before there was a place for it that outlives the process.
-                return
-        self._spare.append(snapshot)
+        if self.shared is not None:
+            self.shared.revoke(snapshot)
+        # One that was taken before there was a place for it that outlives the process is not used again.
+        if self.shared is None or not self.shared.active or self.shared.holds(snapshot):
+            self._spare.append(snapshot)
 
     # ---- going back ----
 
     def restore(self, snapshot: Snapshot, live: LiveState) -> None:
-        """
-        Writes a state into the live tensors ([`Snapshot.restore`]).
-
-        Copies of what is overwritten, into any snapshot, are waited for before.
-        """
+        """Writes a state into the live tensors, once copies of what is overwritten are complete."""
         self.wait()
         snapshot.restore(live)
 
     def release(self) -> None:
         """Gives all host memory back."""
         self.wait()
-        if self._shared is not None:
+        if self.shared is not None:
             for snapshot in self.snapshots():
-                self._shared.revoke(snapshot)
+                self.shared.revoke(snapshot)
         self.candidate = self.initial = self.left = self.taken_of = None
-        self.trusted, self._spare, self._streams = [], [], {}
+        self.trusted, self._spare = [], []
 
 
 # ---- kept batches ----
@@ -223,7 +191,6 @@ class KeptBatches:
         self.healthy_inputs: Any = None
         self.first_steps: list[Control] = []
         self.tape: deque[Recording] = deque()
-        self._tape_bytes = 0
         self._on_host = False
         self._gap = False
 
@@ -231,7 +198,7 @@ class KeptBatches:
         """Lets go of all of them."""
         self.newest_healthy = self.healthy_inputs = None
         self.first_steps, self._gap = [], False
-        self.cut_tape()
+        self.tape.clear()
 
     def copy_of(self, window: Window, loss: float) -> Control | None:
         """Copies a step to be computed again later."""
@@ -258,41 +225,31 @@ class KeptBatches:
         if control is not None and not self._gap:
             self.first_steps.append(control)
 
-    def forget_first(self) -> None:
-        """Drops the steps of the beginning of the run, once it is past that."""
-        if self.first_steps:
-            self.first_steps = []
-
     # ---- the tape ----
 
     def record(self, window: Window, control: Control | None) -> None:
         """Keeps the steps since the newest trusted state, to be applied again; not beyond a gap."""
         recording = None if control is None else window.recording(control)
-        if recording is None or control is None or self._tape_bytes + control.nbytes > _LARGEST_TAPE:
-            self.cut_tape()
-            return
-        self.tape.append(recording)
-        self._tape_bytes += control.nbytes
+        taken = sum(each.control.nbytes for each in self.tape)
+        if recording is None or taken + recording.control.nbytes > _LARGEST_TAPE:
+            self.tape.clear()
+        else:
+            self.tape.append(recording)
 
     def recorded(self, steps: range) -> list[Recording] | None:
         """Returns the recordings of these steps; `None` if not all of them are kept."""
         found = [each for each in self.tape if each.step in steps]
         return found if [each.step for each in found] == list(steps) else None
 
-    def cut_tape(self) -> None:
-        """Lets go of all recordings."""
-        self.tape.clear()
-        self._tape_bytes = 0
-
     def forget_before(self, step: int) -> None:
         """Drops the steps before the newest trusted state: they are not applied again."""
         while self.tape and self.tape[0].step < step:
-            self._tape_bytes -= self.tape.popleft().control.nbytes
+            self.tape.popleft()
 
     def forget_beyond(self, step: int) -> None:
         """Drops the steps from this one on: the run goes on from here with others."""
         while self.tape and self.tape[-1].step >= step:
-            self._tape_bytes -= self.tape.pop().control.nbytes
+            self.tape.pop()
 
     # ---- where memory ran out ----
 
@@ -311,124 +268,7 @@ class KeptBatches:
         if device.type != "cpu" and not self._on_host:
             return 0
         self.first_steps, self.newest_healthy, self._gap = [], None, True
-        self.cut_tape()
+        self.tape.clear()
         for snapshot in snapshots:
             snapshot.extras.pop("control", None)
         return sum(control.nbytes for control in kept)
-
-
-# ---- in place: puts another state in place of the one that a run is in ----
-
-
-class StateInPlace:
-    """The state that a run is in, which snapshots and checkpoints are written over."""
-
-    def __init__(self, ring: SnapshotRing, batches: KeptBatches) -> None:
-        self._ring, self._batches = ring, batches
-        self._instrument: Instrument | None = None
-        # Whether it is that of an experiment, or one gone back to that the run has not yet gone on from.
-        self.displaced = False
-
-    def attach(self, instrument: Instrument) -> None:
-        """Takes the instrument of the running `train()` call."""
-        self._instrument = instrument
-
-    def detach(self) -> None:
-        """Lets go of it: the run has ended."""
-        self._instrument = None
-
-    @property
-    def attached(self) -> bool:
-        """Whether `train()` was entered, and the run has not ended."""
-        return self._instrument is not None
-
-    @property
-    def instrument(self) -> Instrument:
-        """Of the running `train()` call."""
-        if self._instrument is None:
-            raise RuntimeError("there is no run to keep the states of")
-        return self._instrument
-
-    @property
-    def device(self) -> torch.device:
-        """Where the run trains."""
-        device: torch.device = self.instrument.trainer.accelerator.device
-        return device
-
-    @property
-    def live(self) -> LiveState:
-        """Its tensors."""
-        return self.instrument.view.live_state()
-
-    def put(self, snapshot: Snapshot) -> None:
-        """Writes a snapshot over it."""
-        if self.instrument.failsafe.device_lost:
-            return
-        with_room(lambda: self._ring.restore(snapshot, self.live), self.device, give_up=self._give_up_memory)
-        self.instrument.engine.state_put()
-        optimizer_in_training_mode(self.instrument.trainer)
-
-    def _give_up_memory(self) -> None:
-        # The gradients are those of the state that is left.
-        self.instrument.engine.discard()
-        self.free_batches(of_host=False)
-
-    def free_batches(self, of_host: bool) -> int:
-        """Frees memory of the host or of the device that kept batches take ([`KeptBatches.free`])."""
-        return self._batches.free(of_host, self.device, self._ring.snapshots())
-
-    def try_to_put(self, snapshot: Snapshot) -> bool:
-        """Writes a snapshot over it, at the second attempt if need be; returns whether that succeeded."""
-        for _ in range(2):
-            try:
-                self.put(snapshot)
-            except Exception as error:
-                if classify_exception(error) in (FailureType.DEVICE, FailureType.PROCESS_DIED):
-                    raise
-                logger.warning("The state of step %d could not be put in place.", snapshot.step, exc_info=True)
-                let_go(error)
-            else:
-                return True
-            # Outside of the handler: what the failed attempt held is gone.
-            free_memory(self.device)
-        return False
-
-    def load(self, checkpoint: str) -> None:
-        """Writes a checkpoint over it."""
-        if self.instrument.failsafe.device_lost:
-            return
-        # It is written over what may still be being copied.
-        self._ring.wait()
-        reload_checkpoint(self.instrument.trainer, checkpoint)
-
-    def try_to_load(self, checkpoint: str) -> bool:
-        """Writes a checkpoint over it, if all ranks have it: nodes may have disks of their own."""
-        if not votes.all_ranks("the checkpoint is here", Path(checkpoint).is_dir(), self.device):
-            logger.warning("%s is not there on all ranks, and is not loaded.", checkpoint)
-            return False
-        failed = False
-        try:
-            self.load(checkpoint)
-        except Exception as error:
-            if self.instrument.failsafe.tells_of_lost_device(error):
-                raise
-            failed = True
-            logger.warning("%s could not be loaded.", checkpoint, exc_info=True)
-        return self.is_sound(failed)
-
-    def is_sound(self, failed: bool = False) -> bool:
-        """Searches it for NaN and Inf."""
-        return votes.all_ranks(
-            "the state put in place is sound",
-            not failed and not self.instrument.view.nonfinite_tensors(),
-            self.device,
-        )
-
-    def is_known_to_be_finite(self) -> bool:
-        """Whether a search of this rank finds it finite; `False` where there is no memory to search it."""
-        try:
-            return not self.instrument.view.nonfinite_tensors()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return False

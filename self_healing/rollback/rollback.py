@@ -5,28 +5,28 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum, StrEnum, auto
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..checkpoints.marker import missing_steps_in, number_of, step_of
 from ..checkpoints.retention import RunCheckpoints
 from ..config.healing_config import HealingConfig
-from ..failures.classify import describe_exception
-from ..failures.recipes import TrainingFault
+from ..failures.classify import classify_exception, describe_exception
+from ..failures.recipes import FailureType, TrainingFault
 from ..hf.adapter import Instrument
 from ..hf.experiments import EarlierSteps
+from ..hf.memory import free_memory, is_out_of_memory, let_go, with_room
 from ..hf.objective import StepSignals
-from ..hf.state import LiveState
-from ..hf.step import Recording, Window
+from ..hf.state import optimizer_in_training_mode, reload_checkpoint
+from ..hf.step import Control, Recording, Window
 from ..journal.journal import Journal
 from ..ranks import votes
 from ..system.random_state import tolerance
-from .ring import KeptBatches, SnapshotRing, StateInPlace
-from .shared_memory import SharedStates
+from .shared_memory import SharedStates, StoredState
 from .snapshots import Snapshot
-from .trusted import StateTrials, TrustedStates
+from .trusted import TrustedStates
 
 
 logger = logging.getLogger("self_healing")
@@ -75,80 +75,162 @@ _OTHERWISE = {
 }
 
 
-class Learned(Protocol):
-    """What detectors know beside the weights."""
-
-    def remember(self) -> dict[str, Any]:
-        """Gives it, to be kept with a snapshot."""
-
-    def recall(self, extras: dict[str, Any]) -> None:
-        """Puts it back as it was at a snapshot; nothing is known from an empty one."""
-
-
 class Rollback:
-    """Goes back to a trusted state of a run, and applies the steps since then again."""
+    """Puts earlier states of a run in its place: for an experiment, or to go on from, the steps since then again."""
 
     def __init__(self, config: HealingConfig, journal: Journal) -> None:
         self._config, self._journal = config, journal
-        # Goes back together with the weights.
-        self.learned: Learned
+        # What detectors know beside the weights, which goes back together with them: it is asked to `remember()`, and
+        # to `recall()` that.
+        self.learned: Any = None
         self.copies_in_doubt = False
         # Lets snapshots outlive the process, where another one goes on with the run.
         self.shared: SharedStates | None = None
-        self._own_is_trusted: Callable[[], None] = lambda: None
-        self._inherited: Callable[[LiveState], Snapshot | None] = lambda live: None
-        self._build_parts()
+        self._begin_anew()
 
-    def go_on_from_memory(
-        self,
-        shared: SharedStates | None,
-        own_is_trusted: Callable[[], None],
-        inherited: Callable[[LiveState], Snapshot | None],
-    ) -> None:
+    def go_on_from_memory(self, shared: SharedStates | None, inherited: StoredState | None) -> None:
         """Called before the run begins, where processes go on from memory."""
-        self.shared, self._own_is_trusted, self._inherited = shared, own_is_trusted, inherited
-        self._build_parts()
+        self.shared = shared
+        self._begin_anew(inherited)
 
-    def _build_parts(self) -> None:
-        self.ring, self.batches = SnapshotRing(shared=self.shared), KeptBatches()
-        self.in_place = StateInPlace(self.ring, self.batches)
+    def _begin_anew(self, inherited: StoredState | None = None) -> None:
         self.checkpoints = RunCheckpoints(self._config, self._journal)
-        self.states = TrustedStates(
-            self._config,
-            self._journal,
-            self.ring,
-            self.batches,
-            self.in_place,
-            self.checkpoints,
-            lambda: self.learned.remember(),
-            self.shared,
-            self._own_is_trusted,
-            self._inherited,
-        )
-        self.trials = StateTrials(self.ring, self.batches, self.in_place, self.states)
+        self.states = TrustedStates(self._config, self._journal, self.checkpoints, self.shared, inherited)
+        self.ring, self.batches = self.states.ring, self.states.batches
         self._gone_back_to: Snapshot | None = None
 
     # ---- a run begins and ends ----
 
     def begin(self, instrument: Instrument, cold: bool, resumed_from: str | None, finite: bool = True) -> None:
         """Called whenever `train()` is entered: keeps the state the run begins with."""
-        first = not self.in_place.attached
-        self.in_place.attach(instrument)
-        if first:
+        if not self.states.attached:
             trainer = instrument.trainer
             self.checkpoints.begin(trainer.args, resumed_from, int(trainer.state.global_step), finite)
-        self.states.begin(first, cold)
+        self.states.begin(instrument, cold, self.learned)
 
     def release(self) -> None:
         """Gives all host memory back."""
         self.states.release()
-        self.in_place.detach()
         self._gone_back_to = None
 
     def start_over(self) -> None:
         """Forgets all states, and what is on disk of them: the run goes on as a new process would."""
         self.release()
-        self._build_parts()
+        self._begin_anew()
+
+    # ---- in place ----
+
+    def put(self, snapshot: Snapshot) -> None:
+        """Writes a snapshot over the state that the run is in."""
+        states = self.states
+        if states.instrument.failsafe.device_lost:
+            return
+        with_room(lambda: self.ring.restore(snapshot, states.live), states.device, give_up=self._give_up_memory)
+        states.instrument.engine.state_put()
+        optimizer_in_training_mode(states.instrument.trainer)
+
+    def _give_up_memory(self) -> None:
+        # The gradients are those of the state that is left.
+        self.states.instrument.engine.discard()
+        self.free_batches(of_host=False)
+
+    def free_batches(self, of_host: bool) -> int:
+        """Frees memory of the host or of the device that kept batches take ([`KeptBatches.free`])."""
+        return self.batches.free(of_host, self.states.device, self.ring.snapshots())
+
+    def _try_to_put(self, snapshot: Snapshot) -> bool:
+        """Writes a snapshot over it, at the second attempt if need be; returns whether that succeeded."""
+        for _ in range(2):
+            try:
+                self.put(snapshot)
+            except Exception as error:
+                if classify_exception(error) in (FailureType.DEVICE, FailureType.PROCESS_DIED):
+                    raise
+                logger.warning("The state of step %d could not be put in place.", snapshot.step, exc_info=True)
+                let_go(error)
+            else:
+                return True
+            # Outside of the handler: what the failed attempt held is gone.
+            free_memory(self.states.device)
+        return False
+
+    def _load(self, checkpoint: str) -> None:
+        if self.states.instrument.failsafe.device_lost:
+            return
+        # It is written over what may still be being copied.
+        self.ring.wait()
+        reload_checkpoint(self.states.instrument.trainer, checkpoint)
+
+    def _try_to_load(self, checkpoint: str) -> bool:
+        """Writes a checkpoint over it, if all ranks have it: nodes may have disks of their own."""
+        if not votes.all_ranks("the checkpoint is here", Path(checkpoint).is_dir(), self.states.device):
+            logger.warning("%s is not there on all ranks, and is not loaded.", checkpoint)
+            return False
+        failed = False
+        try:
+            self._load(checkpoint)
+        except Exception as error:
+            if self.states.instrument.failsafe.tells_of_lost_device(error):
+                raise
+            failed = True
+            logger.warning("%s could not be loaded.", checkpoint, exc_info=True)
+        return self._is_sound(failed)
+
+    def _is_sound(self, failed: bool) -> bool:
+        """Searches it for NaN and Inf."""
+        sound = not failed and not self.states.instrument.view.nonfinite_tensors()
+        return votes.all_ranks("the state put in place is sound", sound, self.states.device)
+
+    def _is_known_to_be_finite(self) -> bool:
+        """Whether a search of this rank finds it finite; `False` where there is no memory to search it."""
+        try:
+            return not self.states.instrument.view.nonfinite_tensors()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+
+    # ---- experiments: is an earlier state better at a batch, are it the data that have become harder? ----
+
+    def try_snapshot(self, snapshot: Snapshot) -> Control | None:
+        """Puts a state in place; returns a healthy step from before it, to compare with. Collective."""
+        self.states.displaced = True
+        self.put(snapshot)
+        control = snapshot.extras.get("control")
+        if control is None and snapshot is self.ring.initial and self.batches.first_steps:
+            # Its first step was computed with this state.
+            control = self.batches.first_steps[0]
+        return self._on_all_ranks(control)
+
+    def try_checkpoint(self, checkpoint: str) -> bool:
+        """Puts a checkpoint in place; returns `False` if it cannot be loaded, or is not finite. Collective."""
+        self.states.displaced = True
+        return self._try_to_load(checkpoint)
+
+    def last_healthy(self) -> Control | None:
+        """Returns the last step before anything was wrong with the loss; `None` if a rank lacks it. Collective."""
+        return self._on_all_ranks(self.batches.newest_healthy)
+
+    def _on_all_ranks(self, control: Control | None) -> Control | None:
+        """Returns a step that all ranks have kept; else `None`, for all of them compute it again or none does."""
+        kept = votes.all_ranks("has a control", control is not None, self.states.device)
+        return control if kept else None
+
+    def prefer(self, snapshot: Snapshot) -> None:
+        """Drops the states that are newer than one that was found to be better."""
+        for newer in [each for each in self.ring.trusted if each.step > snapshot.step][:1]:
+            self.ring.distrust(newer)
+
+    def end_trial(self, resumed_from: str | None = None) -> None:
+        """Puts the run's own state back: the one that was set aside, or the checkpoint that it still is."""
+        if self.ring.candidate is not None:
+            self.put(self.ring.candidate)
+            self.ring.discard()
+        elif resumed_from is not None:
+            self._load(resumed_from)
+        else:
+            return
+        self.states.displaced = False
 
     # ---- going back ----
 
@@ -160,7 +242,7 @@ class Rollback:
         """Puts the run into a state that is trusted; step counter, schedule and data go on."""
         self.ring.discard()
         self.states.streak = 0
-        self.in_place.displaced = self.copies_in_doubt = True
+        self.states.displaced = self.copies_in_doubt = True
         for option in _OTHERWISE[target]:
             went = self._to_disk(step) if option is Target.DISK else self._to_memory(option, step)
             if went is None:
@@ -181,8 +263,8 @@ class Rollback:
             snapshot = ring.initial if target is Target.INITIAL else next(reversed(ring.trusted), None)
             if snapshot is None:
                 return None
-            failed = not self.in_place.try_to_put(snapshot)
-            if self.in_place.is_sound(failed):
+            failed = not self._try_to_put(snapshot)
+            if self._is_sound(failed):
                 break
             # What is wrong is not in the snapshot (frozen weights), or the snapshot is wrong as well.
             if target is Target.INITIAL:
@@ -190,8 +272,7 @@ class Rollback:
             ring.distrust(snapshot)
         if target is Target.INITIAL and ring.trusted:
             ring.distrust(ring.trusted[0])
-        if "rng" in snapshot.extras:
-            snapshot.extras["rng"].restore()
+        snapshot.extras["rng"].restore()
         self.learned.recall(snapshot.extras)
         lost = step + 1 - snapshot.as_of
         self._gone_back_to = snapshot
@@ -199,7 +280,7 @@ class Rollback:
 
     def _to_disk(self, step: int) -> WentBack | None:
         found = self.checkpoints.newest()
-        if found is None or not self.in_place.try_to_load(found):
+        if found is None or not self._try_to_load(found):
             return None
         self.learned.recall({})
         reached = step_of(found, default=number_of(Path(found)) or step)
@@ -210,21 +291,29 @@ class Rollback:
         if self._gone_back_to is not None:
             self._gone_back_to.as_of = step + 1
         self._gone_back_to = None
-        self.in_place.displaced = False
-        self.batches.cut_tape()
+        self.states.displaced = False
+        self.batches.tape.clear()
 
     def fall_back(self) -> bool:
         """
         Leaves the run in the best state there is, after healing itself has failed: its own if it was set aside, or the
         newest trusted one where that is not known to be finite.
         """
-        in_place, own = self.in_place, self.ring.candidate
-        if in_place.displaced and own is not None and in_place.try_to_put(own):
-            in_place.displaced = False
-        if in_place.displaced or not in_place.is_known_to_be_finite():
-            in_place.displaced = True
-            any(in_place.try_to_put(snapshot) for snapshot in self.states.generations())
-        return not in_place.displaced
+        states, own = self.states, self.ring.candidate
+        if states.displaced and own is not None and self._try_to_put(own):
+            states.displaced = False
+        if states.displaced or not self._is_known_to_be_finite():
+            states.displaced = True
+            any(self._try_to_put(snapshot) for snapshot in states.generations())
+        return not states.displaced
+
+    def reinstate(self, went: WentBack) -> WentBack:
+        """
+        Trusts checkpoints again that [`go_back`] made suspect and that were found to be finite: the steps since then
+        came out as they had, so what turned NaN was hit from outside.
+        """
+        good = self.checkpoints.reinstate(went.suspects)
+        return replace(went, suspects=tuple(each for each in went.suspects if each not in good))
 
     # ---- applying the steps since then again ----
 
@@ -240,30 +329,17 @@ class Rollback:
         snapshot = self._gone_back_to
         if snapshot is None:
             return Replayed(None, why="the state gone back to is a checkpoint, and steps are kept for those in memory")
-        recordings = self.batches.recorded(range(snapshot.as_of, self.in_place.instrument.view.step))
+        recordings = self.batches.recorded(range(snapshot.as_of, self.states.instrument.view.step))
         # One that lacks some (its batches were larger, or memory ran out) replays nothing, and the others do neither.
-        if not votes.all_ranks("can replay", recordings is not None, self.in_place.device) or recordings is None:
+        if not votes.all_ranks("can replay", recordings is not None, self.states.device) or recordings is None:
             why = "not all of the steps since then are kept: their rows were generated, left out, or too many"
             return Replayed(None, why=why)
-
-        def go_back() -> None:
-            self.in_place.put(snapshot)
-            self.learned.recall(snapshot.extras)
-
-        replay = Replay(window, recordings, still_well, go_back, finished, loss_in_question, unlike_from)
+        replay = Replay(self, snapshot, window, recordings, still_well, finished, loss_in_question, unlike_from)
         replayed = replay.run()
         if replayed.steps is not None:
             self._gone_back_to = None
-            self.in_place.displaced = False
+            self.states.displaced = False
         return replayed
-
-    def reinstate(self, went: WentBack) -> WentBack:
-        """
-        Trusts checkpoints again that [`go_back`] made suspect and that were found to be finite: the steps since then
-        came out as they had, so what turned NaN was hit from outside.
-        """
-        good = self.checkpoints.reinstate(went.suspects)
-        return replace(went, suspects=tuple(each for each in went.suspects if each not in good))
 
 
 # ---- replay: applies steps again after going back, and tells whether what comes out is what it was ----
@@ -293,167 +369,119 @@ class Replayed:
         return {"replayed": self.steps, "repeats": repeats, "apart": self.apart}
 
 
-class _Ended(Enum):
-    """Ways for an attempt to end."""
-
-    WELL = auto()
-    # A step does not look as it should: that is where training leads.
-    UNWELL = auto()
-    # A step is not finite, raises, or is another one than it was: it may have been a fault that passes.
-    STRUCK = auto()
+class _Struck(Exception):
+    """A step is not finite, raises, or comes after one that was another: it may have been a fault that passes."""
 
 
-@dataclass(slots=True)
-class _Played:
-    """One attempt to apply the steps again."""
-
-    losses: list[float] = field(default_factory=list)
-    compared: int = 0
-    other_at: int | None = None
-    ended: _Ended = _Ended.STRUCK
-    why: str = ""
-
-    def end(self, ended: _Ended, why: str = "") -> _Played:
-        # Where the steps had become others before, it need not be where training leads.
-        self.ended = _Ended.STRUCK if ended is _Ended.UNWELL and self.other_at is not None else ended
-        self.why = why
-        return self
+class _Unwell(Exception):
+    """A step does not look as it should: that is where training leads."""
 
 
+@dataclass(frozen=True, slots=True)
 class Replay:
     """Applies the steps since a state again, until it is known whether they can be kept."""
 
-    def __init__(
-        self,
-        window: Window,
-        recordings: Sequence[Recording],
-        still_well: Callable[[StepSignals], bool],
-        go_back: Callable[[], None],
-        finished: bool,
-        loss_in_question: bool,
-        unlike_from: int | None = None,
-    ) -> None:
-        self._window, self._recordings = window, recordings
-        self._earlier_steps = EarlierSteps(window)
-        self._still_well, self._go_back, self._finished = still_well, go_back, finished
-        self._loss_in_question = loss_in_question
-        self._recorded = [recording.control.loss for recording in recordings]
-        alike = [unlike_from is None or recording.step < unlike_from for recording in recordings]
-        self._comparable = sum(alike)
+    rollback: Rollback
+    snapshot: Snapshot
+    window: Window
+    recordings: Sequence[Recording]
+    still_well: Callable[[StepSignals], bool]
+    finished: bool
+    loss_in_question: bool
+    # The first step that need not come out as it was.
+    unlike_from: int | None
 
     def run(self) -> Replayed:
         """Applies the steps; leaves the run after them, or in the state that they begin with."""
-        strikes, replays = 0, list[list[float]]()
-        while True:
+        strikes, replays, why = 0, list[list[float]](), ""
+        while strikes < _STRIKES and len(replays) < _REPLAYS:
             kept = False
             try:
-                played = self._play()
-                if played.ended is _Ended.WELL:
-                    replays.append(played.losses)
-                    kept = self._is_what_it_was(played, replays)
+                losses = self._apply_all()
+                replays.append(losses)
+                why = self._why_another(replays)
+                kept = not why
+            except _Struck as error:
+                strikes, why = strikes + 1, str(error)
+            except _Unwell as error:
+                return Replayed(None, why=str(error))
             finally:
                 if not kept:
                     # Also if it was interrupted: half-way is nowhere.
-                    self._go_back()
+                    self.rollback.put(self.snapshot)
+                    self.rollback.learned.recall(self.snapshot.extras)
             if kept:
-                return Replayed(len(self._recordings), self._apart(played))
-            strikes += played.ended is _Ended.STRUCK
-            if played.ended is _Ended.UNWELL or strikes == _STRIKES or len(replays) == _REPLAYS:
-                return Replayed(None, self._apart(played), played.why)
+                pairs = self._compared(losses)
+                apart = [abs(was - now) / max(abs(was), abs(now)) for was, now in pairs if was != now]
+                return Replayed(len(self.recordings), max(apart, default=0.0))
+        return Replayed(None, why=why)
 
-    def _is_what_it_was(self, played: _Played, replays: Sequence[Sequence[float]]) -> bool:
-        if played.other_at is None:
-            return True
-        if len(replays) == 1:
-            return False
-        firsts = [losses[0] for losses in replays]
-        if max(firsts) - min(firsts) > tolerance(self._window.engine.precision) * max(map(abs, firsts)):
-            # They begin with the same weights: it is not the kernels that make the replays differ.
-            played.why = self._does_not_repeat(firsts)
-            return False
-        at = first_beyond_noise(self._recorded[: self._comparable], [each[: self._comparable] for each in replays])
-        if at is not None:
-            played.why = self._other(at, [losses[at] for losses in replays])
-        return at is None
-
-    def _apart(self, played: _Played) -> float:
-        pairs = list(zip(self._recorded, played.losses, strict=False))[: played.compared]
-        return max((abs(was - now) / max(abs(was), abs(now)) for was, now in pairs if was != now), default=0.0)
-
-    def _play(self) -> _Played:
-        played = _Played()
+    def _apply_all(self) -> list[float]:
+        steps, losses = EarlierSteps(self.window), list[float]()
         try:
-            with self._window.experiment():
-                return self._apply_all(played)
+            with self.window.experiment():
+                for recording in self.recordings:
+                    signals = steps.replay(recording)
+                    losses.append(signals.loss)
+                    self._judge(signals, losses, recorded=True)
+                if not self.finished:
+                    self.window.begin_from_here()
+                    self.window.reexecute()
+                    self._judge(self.window.signals(), losses, recorded=False)
         except TrainingFault as fault:
             logger.info("The steps since then could not be applied again.", exc_info=fault.error)
-            return played.end(_Ended.STRUCK, f"applied again, a step raised {describe_exception(fault.error)}")
+            raise _Struck(f"applied again, a step raised {describe_exception(fault.error)}") from fault
+        return losses
 
-    def _apply_all(self, played: _Played) -> _Played:
-        for at in range(len(self._recordings)):
-            if not self._played_well(at, played):
-                return played
-        if self._finished:
-            return played.end(_Ended.WELL)
-        self._window.begin_from_here()
-        self._window.reexecute()
-        return self._judged(played, self._window.signals())
-
-    def _played_well(self, at: int, played: _Played) -> bool:
-        """Applies one step again; returns whether to go on with the next."""
-        signals = self._earlier_steps.replay(self._recordings[at])
-        was, now = self._recorded[at], signals.loss
-        played.losses.append(now)
-        if played.compared == at < self._comparable and not _is_clearly_worse(was, now):
-            played.compared += 1
-            if not _is_same(was, now) and played.other_at is None:
-                played.other_at = at
-                if at > 0 and self._recorded[:at] == played.losses[:at]:
-                    # Noise does not begin in the middle.
-                    played.end(_Ended.STRUCK, self._other(at, [now]))
-                    return False
-        known = not self._loss_in_question and played.compared == at + 1 and _is_same(was, now)
-        return self._judged(played, signals, known).ended is _Ended.WELL
-
-    def _judged(self, played: _Played, signals: StepSignals, known: bool = False) -> _Played:
+    def _judge(self, signals: StepSignals, losses: Sequence[float], recorded: bool) -> None:
         if not signals.finite:
-            return played.end(_Ended.STRUCK, f"applied again, step {signals.step} is not finite")
-        if not self._still_well(signals) and not known:
-            loss = f"loss {signals.loss:.4g}"
-            return played.end(_Ended.UNWELL, f"applied again, step {signals.step} does not look as it should ({loss})")
-        return played.end(_Ended.WELL)
+            raise _Struck(f"applied again, step {signals.step} is not finite")
+        pairs = self._compared(losses)
+        known = recorded and not self.loss_in_question and len(pairs) == len(losses) and _is_same(*pairs[-1])
+        if self.still_well(signals) or known:
+            return
+        # Where the steps had become others before, it need not be where training leads.
+        raised = _Unwell if all(_is_same(was, now) for was, now in pairs) else _Struck
+        raise raised(f"applied again, step {signals.step} does not look as it should (loss {signals.loss:.4g})")
 
-    def _does_not_repeat(self, losses: Sequence[float]) -> str:
-        now = " and ".join(f"{loss:.6g}" for loss in losses)
-        return (
-            f"applied again from the same weights, the loss of step {self._recordings[0].step} is {now}: something "
-            "keeps a state of its own that is not put back (a counter or a running mean that is a plain attribute)"
-        )
+    def _compared(self, losses: Sequence[float]) -> list[tuple[float, float]]:
+        """Pairs the losses there were with those of a replay, up to the step in which the fault must be."""
+        pairs = list[tuple[float, float]]()
+        for recording, now in zip(self.recordings, losses, strict=False):
+            was, unlike = recording.control.loss, self.unlike_from is not None and recording.step >= self.unlike_from
+            if unlike or not math.isfinite(was) or was > now + 0.1 * abs(now):
+                break
+            pairs.append((was, now))
+        return pairs
 
-    def _other(self, at: int, losses: Sequence[float]) -> str:
-        now = " and ".join(f"{loss:.6g}" for loss in losses)
-        return (
-            f"applied again, the loss of step {self._recordings[at].step} is {now} and was {self._recorded[at]:.6g}: "
-            "further off than noise of the kernels takes it, as if more than weights, optimizer and data made it up"
-        )
-
-
-def first_beyond_noise(recorded: Sequence[float], replays: Sequence[Sequence[float]]) -> int | None:
-    """Finds the first step where a run differs by more than noise from replays of it; `None` if there is none."""
-    spread = [max(losses) - min(losses) for losses in zip(*replays, strict=True)]
-    for at, (was, now) in enumerate(zip(recorded, replays[-1], strict=True)):
-        if _is_clearly_worse(was, now):
-            return None
-        noise = max(spread[: at + 1 + _FEW])
-        if not _is_same(was, now) and abs(was - now) > _TIMES * noise:
-            return at
-    return None
+    def _why_another(self, replays: Sequence[Sequence[float]]) -> str:
+        """Says why what came out is another run than there was, as far as is known; nothing if it is the same."""
+        pairs = self._compared(replays[-1])
+        if all(_is_same(was, now) for was, now in pairs):
+            return ""
+        if len(replays) == 1:
+            return "applied again once, the losses are others than they were"
+        firsts, first = [losses[0] for losses in replays], self.recordings[0].step
+        if max(firsts) - min(firsts) > tolerance(self.window.engine.precision) * max(map(abs, firsts)):
+            # They begin with the same weights: it is not the kernels that make the replays differ.
+            return (
+                f"applied again from the same weights, the loss of step {first} is {_listed(firsts)}: something keeps "
+                "a state of its own that is not put back (a counter or a running mean that is a plain attribute)"
+            )
+        spread = [max(losses) - min(losses) for losses in zip(*replays, strict=True)]
+        for at, (was, now) in enumerate(pairs):
+            if not _is_same(was, now) and abs(was - now) > _TIMES * max(spread[: at + 1 + _FEW]):
+                found = _listed([losses[at] for losses in replays])
+                return (
+                    f"applied again, the loss of step {first + at} is {found} and was {was:.6g}: further off than "
+                    "noise of the kernels takes it, as if more than weights, optimizer and data made it up"
+                )
+        return ""
 
 
 def _is_same(was: float, now: float) -> bool:
     return math.isclose(was, now, rel_tol=_SAME, abs_tol=_SAME)
 
 
-def _is_clearly_worse(was: float, now: float) -> bool:
-    """Whether a recorded loss is so much higher than the one that was computed again that the fault must be in it."""
-    return not math.isfinite(was) or was > now + 0.1 * abs(now)
+def _listed(losses: Sequence[float]) -> str:
+    return " and ".join(f"{loss:.6g}" for loss in losses)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 import logging
 import mmap
 import os
 import pickle
 import shutil
-import socket
 import stat
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,17 +25,17 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..hf.replicas import sum_of_all
-from ..hf.state import LiveState, local
-from ..hf.trainer_state import ResumeRecord
-from ..system import processes
-from .host_memory import DeviceCopies, HostBlock, Place, TensorCopy, leaves
+from ..hf.state import LiveState
+from ..hf.trainer_state import ResumeRecord, resuming_from
+from ..ranks import votes
+from .host_memory import HostBlock, TensorCopy
 from .snapshots import Snapshot
 
 
 logger = logging.getLogger("self_healing")
 
 
-# ---- shared memory ----
+# ---- directories in shared memory ----
 
 
 with contextlib.suppress(ImportError):
@@ -49,7 +46,6 @@ with contextlib.suppress(ImportError):
 # In memory, until the machine is started again or they are removed.
 ROOT = Path("/dev/shm")
 _LOCK = "in-use"
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def directory_of(output_dir: str | os.PathLike[str]) -> Path:
@@ -58,13 +54,17 @@ def directory_of(output_dir: str | os.PathLike[str]) -> Path:
     return ROOT / f"self-healing-{_user()}-{key}"
 
 
+def rank_directory(output_dir: str, run: str, rank: int, world_size: int) -> Path:
+    """Names the directory of one rank of a run in shared memory."""
+    return directory_of(output_dir) / f"{run}-rank{rank}-of-{world_size}"
+
+
 def make_directory(path: Path) -> None:
-    """Makes a directory in shared memory that only this user can look into."""
-    for each in (path.parent, path):
-        if each != ROOT:
-            each.mkdir(mode=0o700, exist_ok=True)
-            if not is_own(each):
-                raise PermissionError(f"{each} is not a directory of this user's alone")
+    """Makes the directory of a rank, in one that only this user can look into."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    if not is_own(path.parent):
+        raise PermissionError(f"{path.parent} is not a directory of this user's alone")
+    path.mkdir(mode=0o700, exist_ok=True)
 
 
 def is_own(path: Path) -> bool:
@@ -74,15 +74,6 @@ def is_own(path: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == _user() and not found.st_mode & 0o077
-
-
-def free_shared_memory() -> int:
-    """Reads how many bytes may still be put there, by all processes of the machine or container."""
-    try:
-        found = os.statvfs(ROOT)
-    except OSError:
-        return 0
-    return found.f_bavail * found.f_frsize
 
 
 def hold(directory: Path) -> int:
@@ -124,29 +115,24 @@ def processes_using(output_dir: str | os.PathLike[str]) -> list[int]:
     return sorted({each for each in holders if each is not None})
 
 
-def bytes_in(path: Path) -> int:
-    """Adds up what the files below a directory take."""
-    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
-
-
 def remove_states(output_dir: str | os.PathLike[str]) -> int:
-    """Removes all that the runs of an `output_dir` have left in shared memory."""
+    """Removes all that the runs of an `output_dir` have left in shared memory; gives its bytes."""
     directory = directory_of(output_dir)
     if not is_own(directory):
         return 0
-    freed = bytes_in(directory)
+    freed = sum(file.lstat().st_size for file in directory.rglob("*") if file.is_file())
     shutil.rmtree(directory, ignore_errors=True)
     return freed
 
 
-@lru_cache(maxsize=1)
-def this_boot() -> str:
-    """Names this machine, as it was started the last time."""
-    try:
-        boot = _BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {boot}"
+def remove_rank(output_dir: str, run: str, rank: int, world_size: int) -> None:
+    """Removes what one rank of a run has in shared memory."""
+    directory = rank_directory(output_dir, run, rank, world_size)
+    if is_own(directory.parent):
+        shutil.rmtree(directory, ignore_errors=True)
+    with suppress(OSError):
+        # Of the last rank.
+        directory.parent.rmdir()
 
 
 def _user() -> int:
@@ -157,10 +143,6 @@ def _user() -> int:
 
 
 SUFFIX = ".state"
-# The shape of a parameter, and how it is split over which ranks.
-Layout = tuple[tuple[int, ...], tuple[str, list[Any]] | None]
-# Of what is stored: a file of another version is as if there were none.
-_VERSION = 3
 
 
 class NotStorable(Exception):
@@ -182,142 +164,50 @@ class AtTheEnd:
 
 @dataclass(frozen=True, slots=True)
 class StateFacts:
-    """The first line of the file: whose state it is."""
+    """The beginning of the file: whose state it is."""
 
     run: str
-    rank: int
-    world_size: int
-    boot: str
     step: int
-    owed: str = ""
-    weights: str = ""
-    finished_alone: bool = False
+    left: AtTheEnd
+    # Of the block that its tensors lie in.
+    block: str
+    checksum: int
     running_loss: float = 0.0
     frozen: int = 0
-    blocks: dict[str, int] = field(default_factory=dict)
-    checksum: int = 0
-    length: int = 0
-    version: int = _VERSION
-
-
-@dataclass(slots=True)
-class StateToStore:
-    """A state that is being copied into its blocks, and what the file about it will say."""
-
-    facts: StateFacts
-    body: bytes
-    # Read once it is written, for which nothing has to wait for the device.
-    running_loss: torch.Tensor
-    frozen: torch.Tensor
-
-    def write(self, path: Path) -> None:
-        """Writes the file, whole or not at all."""
-        facts = replace(
-            self.facts,
-            running_loss=float(self.running_loss),
-            frozen=int(self.frozen),
-            checksum=zlib.crc32(self.body),
-            length=len(self.body),
-        )
-        temporary = path.with_suffix(".tmp")
-        try:
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(json.dumps(asdict(facts)).encode() + b"\n")
-                file.write(self.body)
-            temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-
-
-class StateWriter:
-    """Makes files of snapshots."""
-
-    def __init__(self, facts: StateFacts) -> None:
-        self._facts = facts
-        # Entries of the log that are pickled already: it grows at its end, and may be cut there.
-        self._entries: list[dict[str, Any]] = []
-        self._pickled: list[bytes] = []
-
-    def prepare(self, snapshot: Snapshot, live: LiveState, record: ResumeRecord, left: AtTheEnd) -> StateToStore:
-        """Writes down what belongs to a state as of now, while its tensors may still be being copied."""
-        blocks = {id(place.tensor): place for place in snapshot.pool.values()}
-        described = io.BytesIO()
-        pickler = _Pickler(described, blocks)
-        order = {id(parameter): index for index, parameter in enumerate(live.updated)}
-        pickler.dump(
-            {
-                "parameters": snapshot.parameters,
-                "buffers": snapshot.buffers,
-                "groups": snapshot.groups,
-                "states": [(order[id(parameter)], state) for parameter, state in snapshot.states],
-                "layouts": _layouts_of(live),
-                "kind": _kind_of(live),
-            }
-        )
-        beside = pickle.dumps(replace(record, log_history=[], running_loss=torch.zeros(())), pickle.HIGHEST_PROTOCOL)
-        parts = described.getvalue(), beside, self._log_of(record.log_history)
-        body = pickle.dumps(parts, pickle.HIGHEST_PROTOCOL)
-        facts = replace(self._facts, step=record.step, blocks=pickler.files, **asdict(left))
-        return StateToStore(facts, body, record.running_loss, sum_of_all(live.frozen, record.running_loss.device))
-
-    def _log_of(self, log_history: Sequence[dict[str, Any]]) -> list[bytes]:
-        """Pickles the entries of the log; a long one is not pickled again for each state."""
-        known = self._entries
-        while known and (len(log_history) < len(known) or log_history[len(known) - 1] is not known[-1]):
-            known.pop()
-            self._pickled.pop()
-        for entry in log_history[len(known) :]:
-            known.append(entry)
-            self._pickled.append(pickle.dumps(entry, pickle.HIGHEST_PROTOCOL))
-        return self._pickled
 
 
 class _Pickler(pickle.Pickler):
     """Pickles copies of tensors as where they lie."""
 
-    def __init__(self, file: io.BytesIO, blocks: Mapping[int, Place]) -> None:
+    def __init__(self, file: io.BytesIO, block: HostBlock) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._blocks = blocks
-        self.files: dict[str, int] = {}
+        self._block = block
 
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, TensorCopy):
             return None
-        host, device = value.host, value.device
         if value.paged is not None:
             raise NotStorable("a paged optimizer moves its state by itself")
-        block = self._blocks[id(host)].block
-        where: tuple[str, int] | None = None
-        if host.numel() > 0:
-            where = self._place_of(block, host)
-        return where, host.dtype, tuple(host.shape), host.stride(), device.type, value.may_be_infinite, value.sharded
-
-    def _place_of(self, block: HostBlock | None, host: torch.Tensor) -> tuple[str, int]:
-        if block is None:
-            raise NotStorable(f"a tensor of a kind that does not tell what it is made of ({type(host).__name__})")
-        if block.file is None:
-            raise NotStorable("a part of it lies in memory of this process alone")
-        self.files[block.file.name] = block.nbytes
-        return block.file.name, block.offset_of(host)
+        host, device = value.host, value.device.type
+        offset = self._block.offset_of(host) if host.numel() else None
+        return offset, host.dtype, tuple(host.shape), host.stride(), device, value.may_be_infinite, value.sharded
 
 
 class _Unpickler(pickle.Unpickler):
     """Makes tensors of where they lie, without a copy."""
 
-    def __init__(self, file: io.BytesIO, memory: Mapping[str, mmap.mmap], device: torch.device) -> None:
+    def __init__(self, file: io.BytesIO, memory: mmap.mmap, device: torch.device) -> None:
         super().__init__(file)
         self._memory = memory
         self._device = device
 
     def persistent_load(self, pid: Any) -> TensorCopy:
-        where, dtype, shape, stride, kind, may_be_infinite, sharded = pid
-        if where is None:
+        offset, dtype, shape, stride, kind, may_be_infinite, sharded = pid
+        if offset is None:
             host = torch.empty_strided(shape, stride, dtype=dtype)
         else:
-            name, offset = where
             count = int(torch.Size(shape).numel())
-            host = torch.frombuffer(self._memory[name], dtype=dtype, count=count, offset=offset)
+            host = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
             host = host.as_strided(shape, stride)
         # Its number may be another one now.
         device = self._device if kind == self._device.type else torch.device(kind)
@@ -325,125 +215,88 @@ class _Unpickler(pickle.Unpickler):
 
 
 class StoredState:
-    """A state in shared memory, opened."""
+    """A state in shared memory that this process can go on from."""
 
-    def __init__(
-        self,
-        path: Path,
-        facts: StateFacts,
-        record: ResumeRecord,
-        snapshot: Snapshot,
-        orders: list[int],
-        layouts: list[Layout],
-        kind: str,
-    ) -> None:
+    def __init__(self, path: Path, facts: StateFacts, content: dict[str, Any]) -> None:
         self.path, self.facts = path, facts
-        self.record = record
-        self._snapshot, self._layouts, self._kind = snapshot, layouts, kind
-        self._orders, self._states = orders, [state for _, state in snapshot.states]
-        self._put_into: Any = None
+        self.record: ResumeRecord = replace(content["record"], running_loss=torch.tensor(facts.running_loss))
+        # The directory that `train()` resumes from, in place of a checkpoint.
+        self.checkpoint = str(path.with_name(f"checkpoint-{facts.step}"))
+        self.nbytes = path.with_name(facts.block).stat().st_size
+        # Nothing once it was let go of.
+        self._content = content
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(self.facts.blocks.values())
+    def loading(self, trainer: Any, on_success: Callable[[StoredState], None]) -> AbstractContextManager[None]:
+        """Lets `train()` of a trainer resume from it."""
+        if not self._content:
+            raise StateUnusable("it was let go of when there was a newer one")
 
-    def check(self, live: LiveState) -> None:
-        """Looks whether its tensors fit the live ones."""
-        parameters, snapshot, kind = live.updated, self._snapshot, _kind_of(live)
-        if kind != self._kind:
-            raise StateUnusable(f"it is of a run under {self._kind}, and this one is under {kind}")
-        self._check("parameter", live.parameters, snapshot.parameters)
-        self._check("buffer", live.buffers, snapshot.buffers)
-        if live.optimizer is not None and len(live.optimizer.param_groups) != len(snapshot.groups):
-            raise StateUnusable(f"its optimizer has {len(snapshot.groups)} groups of parameters")
-        layouts = _layouts_of(live)
-        if len(layouts) != len(self._layouts):
-            raise StateUnusable(f"its optimizer has {len(self._layouts)} parameters, not {len(layouts)} as now")
-        for number, (then, now) in enumerate(zip(self._layouts, layouts, strict=True)):
-            if then != now:
-                raise StateUnusable(f"parameter {number} of its optimizer is {_told(then)}, now it is {_told(now)}")
-        for order, state in zip(self._orders, self._states, strict=True):
-            for name, kept in leaves("", state):
-                if kept.sharded and local(parameters[order]).shape != kept.host.shape:
-                    raise StateUnusable(f"{name} of parameter {order} of the optimizer is split in another way")
+        def put(live: LiveState) -> None:
+            wrong = self.misfit(live)
+            if not votes.all_ranks("the state in shared memory fits", not wrong, trainer.args.device):
+                raise StateUnusable(wrong or "it does not fit on another rank")
+            self.put(live)
+            on_success(self)
+
+        return resuming_from(trainer, self.checkpoint, self.record, put)
+
+    def misfit(self, live: LiveState) -> str:
+        """Says why it does not fit live tensors; nothing if it does."""
+        then, now = self._content["signature"], _signature(live)
+        for name in [*then, *now]:
+            if then.get(name) != now.get(name):
+                return f"{name} was {then.get(name, 'not there')}, and is {now.get(name, 'not there')}"
         if int(sum_of_all(live.frozen, self.record.running_loss.device)) != self.facts.frozen:
-            raise StateUnusable("weights that are not trained, and not in it, are not those of the process before")
+            return "weights that are not trained, and not in it, are not those of the process before"
+        return ""
 
     def put(self, live: LiveState) -> None:
         """Writes its tensors into the live ones, which they fit."""
-        parameters, snapshot = live.updated, self._snapshot
-        snapshot.states = [(parameters[order], state) for order, state in zip(self._orders, self._states, strict=True)]
-        for parameter, state in snapshot.states:
-            for _, kept in leaves("", state):
-                kept.layout = parameter if kept.sharded else None
+        content, updated = self._content, live.updated
+        snapshot = Snapshot(
+            parameters=content["parameters"],
+            buffers=content["buffers"],
+            groups=content["groups"],
+            states=[(updated[order], state) for order, state in content["states"]],
+        )
         snapshot.restore(live)
-        self._put_into = live.optimizer
 
-    def snapshot_in(self, live: LiveState) -> Snapshot | None:
-        """Gives it as a snapshot of live tensors, if they are those it was put into."""
-        there = live.optimizer is not None and live.optimizer is self._put_into
-        there &= not (live.scaler or live.loss_scaler)
-        return self._snapshot if there else None
+    def remove_others(self) -> None:
+        """Removes what else the process before this one has left: the memory is needed for states of this one."""
+        for file in self.path.parent.glob("*.*"):
+            if file.name not in (self.path.name, self.facts.block):
+                file.unlink(missing_ok=True)
 
-    @staticmethod
-    def _check(kind: str, live: Mapping[str, torch.Tensor], kept: Mapping[str, Any]) -> None:
-        if live.keys() != kept.keys():
-            name = next(iter(live.keys() ^ kept.keys()))
-            raise StateUnusable(f"it has {'no' if name in live else 'a'} {kind} {name!r}, other than the model now")
-        for name, tensor in live.items():
-            copy = kept[name]
-            if isinstance(copy, TensorCopy) and (copy.host.shape, copy.host.dtype) != (tensor.shape, tensor.dtype):
-                raise StateUnusable(
-                    f"its {kind} {name!r} is {copy.host.dtype} of {tuple(copy.host.shape)}, that of the model now "
-                    f"{tensor.dtype} of {tuple(tensor.shape)}"
-                )
+    def remove(self) -> None:
+        """Removes it: there is a newer one."""
+        self._content = {}
+        for file in (self.path, self.path.with_name(self.facts.block)):
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
+        shutil.rmtree(self.checkpoint, ignore_errors=True)
 
 
 def read_facts(path: Path) -> StateFacts | None:
-    """Reads whose state a file is about; `None` for one that is torn, or of another version."""
+    """Reads whose state a file is about; `None` for one that cannot be read."""
     try:
         with path.open("rb") as file:
-            facts = StateFacts(**json.loads(file.readline()))
-            whole = path.stat().st_size == file.tell() + facts.length
-        sizes = {name: (path.parent / name).stat().st_size for name in facts.blocks}
-    except (OSError, ValueError, TypeError, AttributeError):
+            facts: StateFacts = pickle.load(file)
+    except Exception:
         return None
-    return facts if whole and facts.version == _VERSION and sizes == facts.blocks else None
+    return facts
 
 
 def open_state(path: Path, device: torch.device) -> StoredState:
     """Opens a state that an earlier process of the run has left."""
-    facts = read_facts(path)
-    if facts is None:
-        raise StateUnusable(f"{path} is not whole")
     try:
         with path.open("rb") as file:
-            file.readline()
-            body = file.read()
+            facts, body = pickle.load(file), file.read()
         if zlib.crc32(body) != facts.checksum:
-            raise StateUnusable(f"{path} is not what was written")
-        memory = {name: _map(path.parent / name) for name in facts.blocks}
-        described, beside, log_history = pickle.loads(body)
-        content = _Unpickler(io.BytesIO(described), memory, device).load()
-    except StateUnusable:
-        raise
+            raise StateUnusable("it is not what was written")
+        memory = _map(path.with_name(facts.block))
+        return StoredState(path, facts, _Unpickler(io.BytesIO(body), memory, device).load())
     except Exception as error:
         raise StateUnusable(f"{path} cannot be read ({type(error).__name__}: {error})") from error
-    record: ResumeRecord = replace(
-        pickle.loads(beside),
-        log_history=[pickle.loads(entry) for entry in log_history],
-        running_loss=torch.tensor(facts.running_loss),
-    )
-    snapshot = Snapshot(
-        step=facts.step,
-        parameters=content["parameters"],
-        buffers=content["buffers"],
-        groups=content["groups"],
-        states=content["states"],
-    )
-    orders = [order for order, _ in content["states"]]
-    return StoredState(path, facts, record, snapshot, orders, content["layouts"], content["kind"])
 
 
 def _map(file: Path) -> mmap.mmap:
@@ -455,30 +308,24 @@ def _map(file: Path) -> mmap.mmap:
         os.close(descriptor)
 
 
-def _kind_of(live: LiveState) -> str:
-    return "no ZeRO" if live.partitioning is None else live.partitioning.kind
-
-
-def _layouts_of(live: LiveState) -> list[Layout]:
-    """Lists which parts of its parameters an optimizer has on this rank."""
-    if live.partitioning is not None:
-        everybody = list(range(processes.world_size()))
-        parts = zip(live.partitioning.masters, live.partitioning.parts, strict=True)
-        return [(tuple(master.shape), (f"ZeRO (parameters {part})", everybody)) for master, part in parts]
-    ranks: dict[int, list[Any]] = {}
-    found = list[Layout]()
-    for parameter in live.updated:
-        split: tuple[str, list[Any]] | None = None
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            split = str(parameter.placements), ranks.setdefault(id(mesh), mesh.mesh.tolist())
-        found.append((tuple(parameter.shape), split))
+def _signature(live: LiveState) -> dict[str, str]:
+    """Describes tensors of a run, by their names: those of a state have to be the same to be put into it."""
+    partitioning = live.partitioning
+    found = {"partitioning": "no ZeRO" if partitioning is None else partitioning.kind}
+    found["number of parameter groups"] = str(len(getattr(live.optimizer, "param_groups", ())))
+    for kind, tensors in (("parameter", live.parameters), ("buffer", live.buffers)):
+        found |= {f"{kind} {name!r}": _described(tensor) for name, tensor in tensors.items()}
+    for number, parameter in enumerate(live.updated):
+        part = "" if partitioning is None else f", parameters {partitioning.parts[number]}"
+        found[f"parameter {number} of the optimizer"] = _described(parameter) + part
     return found
 
 
-def _told(layout: Layout) -> str:
-    shape, split = layout
-    return f"of {shape}" if split is None else f"of {shape}, split by {split[0]} over the ranks {split[1]}"
+def _described(tensor: torch.Tensor) -> str:
+    split = ""
+    if isinstance(tensor, DTensor):
+        split = f", split by {tensor.placements} over the ranks {tensor.device_mesh.mesh.tolist()}"
+    return f"{tensor.dtype} of {tuple(tensor.shape)}{split}"
 
 
 # ---- shared states: snapshots of a run that outlive its process, in files of shared memory ----
@@ -496,14 +343,13 @@ class SharedStates:
 
     def __init__(self, output_dir: str, run: str, rank: int, world_size: int) -> None:
         self.directory = rank_directory(output_dir, run, rank, world_size)
-        self._local_ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
-        self._writer = StateWriter(StateFacts(run, rank, world_size, this_boot(), -1))
+        self._run = run
         # `None` until it is known whether there is room.
         self._open: bool | None = None
         self._numbers = count(1)
-        self._blocks: list[tuple[Path, weakref.ref[HostBlock]]] = []
-        self._pending: tuple[Snapshot, StateToStore] | None = None
-        self._stored: dict[int, Path] = {}
+        # A snapshot that may still be being copied, and the file about it; the loss and the sum of what is frozen are
+        # read once it is written, for which nothing has to wait for the device.
+        self._prepared: tuple[Snapshot, StateFacts, bytes, torch.Tensor, torch.Tensor] | None = None
         self._kept = False
 
     @property
@@ -517,7 +363,8 @@ class SharedStates:
         """Decides, when the first state is to be taken, whether there is room for all that will be held."""
         if self._open is not None:
             return
-        needed, free = _STATES * size() * self._local_ranks, free_shared_memory()
+        local_ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+        needed, free = _STATES * size() * local_ranks, shutil.disk_usage(ROOT).free
         if needed > _SHARE * free:
             self._open = False
             logger.info(
@@ -535,23 +382,31 @@ class SharedStates:
         else:
             self._open = True
 
-    def new_block(self, nbytes: int, copies: DeviceCopies | None) -> HostBlock:
+    def new_block(self, nbytes: int, pinned: bool) -> HostBlock:
         """Takes host memory, in shared memory if there is room."""
-        if not self._open:
-            return HostBlock(nbytes, copies)
-        # Unique among those of all processes that have trained there.
-        file = self.directory / f"{os.getpid()}-{next(self._numbers)}.block"
-        try:
-            block = HostBlock(nbytes, copies, file)
-        except OSError as error:
-            self._give_up(error)
-            return HostBlock(nbytes, copies)
-        self._blocks.append((file, weakref.ref(block)))
-        return block
+        if self._open:
+            file = self._new_file(".block")
+            try:
+                block = HostBlock(nbytes, pinned, file)
+            except OSError as error:
+                self._give_up(error)
+            else:
+                weakref.finalize(block, self._remove, file).atexit = False
+                return block
+        return HostBlock(nbytes, pinned)
 
     def holds(self, snapshot: Snapshot) -> bool:
         """Whether the memory of a snapshot lies there."""
-        return all(place.block is None or place.block.file is not None for place in snapshot.pool.values())
+        return snapshot.block is not None and snapshot.block.file is not None
+
+    def _new_file(self, suffix: str) -> Path:
+        # Unique among those of all processes that have trained there.
+        return self.directory / f"{os.getpid()}-{next(self._numbers)}{suffix}"
+
+    def _remove(self, file: Path) -> None:
+        if not self._kept:
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
 
     # ---- states ----
 
@@ -563,44 +418,63 @@ class SharedStates:
         left: AtTheEnd = _TAKEN_ON_THE_WAY,
     ) -> None:
         """Writes down what belongs to a snapshot, whose copy may still be under way."""
-        self._pending, began = None, time.perf_counter()
+        self._prepared, began = None, time.perf_counter()
         if not self._open:
             return
         try:
-            self._pending = snapshot, self._writer.prepare(snapshot, live, record(), left)
+            self._write_down(snapshot, live, record(), left)
             if not snapshot.under_way:
                 self.store()
         except Exception as error:
             self._give_up(error)
-        snapshot.writing_seconds = time.perf_counter() - began
+        snapshot.seconds += time.perf_counter() - began
+
+    def _write_down(self, snapshot: Snapshot, live: LiveState, record: ResumeRecord, left: AtTheEnd) -> None:
+        block = snapshot.block
+        if block is None or block.file is None:
+            raise NotStorable("it lies in memory of this process alone")
+        order = {id(parameter): index for index, parameter in enumerate(live.updated)}
+        file = io.BytesIO()
+        _Pickler(file, block).dump(
+            {
+                "parameters": snapshot.parameters,
+                "buffers": snapshot.buffers,
+                "groups": snapshot.groups,
+                "states": [(order[id(parameter)], state) for parameter, state in snapshot.states],
+                "signature": _signature(live),
+                "record": replace(record, running_loss=torch.zeros(())),
+            }
+        )
+        frozen = sum_of_all(live.frozen, record.running_loss.device)
+        body = file.getvalue()
+        facts = StateFacts(self._run, record.step, left, block.file.name, zlib.crc32(body))
+        self._prepared = snapshot, facts, body, record.running_loss, frozen
 
     def store(self) -> None:
         """Stores the state that was prepared; called once its copy is complete, or nearly."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:
             return
-        snapshot, state = pending
+        snapshot, facts, body, running_loss, frozen = prepared
         try:
-            if not snapshot.torn and not snapshot.nonfinite():
-                path = self.directory / f"{os.getpid()}-{next(self._numbers)}{SUFFIX}"
-                state.write(path)
-                self._stored[id(snapshot)] = path
+            if snapshot.nonfinite():
+                return
+            facts = replace(facts, running_loss=float(running_loss), frozen=int(frozen))
+            path = self._new_file(SUFFIX)
+            # Whole or not at all.
+            temporary = path.with_suffix(".tmp")
+            temporary.write_bytes(pickle.dumps(facts) + body)
+            snapshot.stored = temporary.replace(path)
         except Exception as error:
             self._give_up(error)
-        self._remove_unused_blocks()
-
-    def has(self, snapshot: Snapshot) -> bool:
-        """Whether a snapshot is stored."""
-        return id(snapshot) in self._stored
 
     def revoke(self, snapshot: Snapshot) -> None:
         """Takes back that a snapshot is one to go on from, before its memory is used again."""
-        if self._pending is not None and self._pending[0] is snapshot:
-            self._pending = None
-        path = self._stored.pop(id(snapshot), None)
-        if path is not None and not self._kept:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+        if self._prepared is not None and self._prepared[0] is snapshot:
+            self._prepared = None
+        if snapshot.stored is not None:
+            self._remove(snapshot.stored)
+            snapshot.stored = None
 
     # ---- the end ----
 
@@ -610,15 +484,7 @@ class SharedStates:
 
     def close(self) -> None:
         """Nothing is stored any more: nobody goes on from it."""
-        self._pending, self._stored, self._open = None, {}, False
-
-    def _remove_unused_blocks(self) -> None:
-        """Removes the files of blocks that were let go of."""
-        for entry in [entry for entry in self._blocks if entry[1]() is None]:
-            self._blocks.remove(entry)
-            if not self._kept:
-                with suppress(OSError):
-                    entry[0].unlink(missing_ok=True)
+        self._prepared, self._open = None, False
 
     def _give_up(self, error: Exception) -> None:
         if isinstance(error, NotStorable | OSError):
@@ -626,18 +492,3 @@ class SharedStates:
         else:
             logger.warning("self_healing cannot let snapshots outlive this process.", exc_info=error)
         self._open = False
-
-
-def rank_directory(output_dir: str, run: str, rank: int, world_size: int) -> Path:
-    """Names the directory of one rank of a run in shared memory."""
-    return directory_of(output_dir) / f"{run}-rank{rank}-of-{world_size}"
-
-
-def remove_rank(output_dir: str, run: str, rank: int, world_size: int) -> None:
-    """Removes what one rank of a run has in shared memory."""
-    directory = rank_directory(output_dir, run, rank, world_size)
-    if is_own(directory):
-        shutil.rmtree(directory, ignore_errors=True)
-    with suppress(OSError):
-        # Of the last rank.
-        directory.parent.rmdir()

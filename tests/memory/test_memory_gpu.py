@@ -20,7 +20,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.healers.oom.sizes import SIZES_FILE
 from self_healing.hf.state import live_state_of
-from self_healing.rollback.host_memory import DeviceCopies, SideStream, Transfer, copies_of, size_of
+from self_healing.rollback.host_memory import TRANSFERS, Transfer, size_of
 from self_healing.rollback.ring import SnapshotRing
 from self_healing.rollback.rollback import Target
 from self_healing.system.random_state import RandomState
@@ -370,29 +370,15 @@ class TestTransient:
         assert_nothing_lost(tmp_path / "healed")
 
 
-class Slow:
-    """Copies on side streams that get to them half a second late."""
+class Slow(Transfer):
+    """A copy that begins half a second late."""
 
-    def __init__(self, copies: DeviceCopies, side: SideStream | None = None) -> None:
-        self._copies, self._side = copies, side
-
-    def stream(self, device: torch.device) -> Slow:
-        return Slow(self._copies, self._copies.stream(device))
-
-    def start(self, work: Callable[[], None]) -> Transfer:
-        assert self._side is not None
-
+    def __init__(self, device: torch.device, work: Callable[[], None]) -> None:
         def late() -> None:
             torch.cuda._sleep(10**9)
             work()
 
-        return self._side.start(late)
-
-    def pin(self, address: int, nbytes: int) -> bool:
-        return self._copies.pin(address, nbytes)
-
-    def unpin(self, address: int) -> None:
-        self._copies.unpin(address)
+        super().__init__(device, late)
 
 
 class TestCopies:
@@ -414,7 +400,7 @@ class TestCopies:
         ring.restore(snapshot, live)
         found = [*live.parameters.values(), *moments]
         assert all(torch.equal(tensor, other) for tensor, other in zip(found, expected, strict=True))
-        kept = [place.tensor for place in snapshot.pool.values() if place.tensor.numel() > 1]
+        kept = [copy.host for _, copy in snapshot.copies() if copy.host.numel() > 1]
         assert kept
         assert all(buffer.is_pinned() for buffer in kept)
         assert snapshot.seconds > 0
@@ -437,10 +423,7 @@ class TestCopies:
             for tensor in live.parameters.values():
                 tensor.add_(1.0)
         expected = {name: tensor.detach().clone() for name, tensor in live.parameters.items()}
-        cuda = copies_of("cuda")
-        assert cuda is not None
-        monkeypatch.setattr("self_healing.rollback.snapshots.copies_of", {"cuda": Slow(cuda)}.get)
-        ring._streams.clear()
+        monkeypatch.setitem(TRANSFERS, "cuda", Slow)
         aside = ring.take(live, 3, {})
         ring.restore(trusted, live)
         ring.restore(aside, live)
@@ -458,7 +441,7 @@ class TestCopies:
                     return
                 run, window = healing.run, healing.run.instrument.window
                 before = torch.cuda.memory_allocated()
-                self.freed = run.rollback.in_place.free_batches(of_host=False)
+                self.freed = run.rollback.free_batches(of_host=False)
                 self.less = before - torch.cuda.memory_allocated()
                 run.rollback.go_back(Target.NEWEST, window.step, "incident")
                 self.replayed = run.rollback.replay(window, lambda signals: True)

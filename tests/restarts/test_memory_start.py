@@ -365,4 +365,4 @@ def test_each_way_to_shard_goes_on_from_memory(
         resumed_from = journal(tmp_path / "changed", "run_started")[-1]["resumed_from"]
         assert resumed_from == str(tmp_path / "changed" / "checkpoint-3")
         log = (tmp_path / "logs.1" / "err.0").read_text()
-        assert log.count("in shared memory cannot be gone on from: it has no buffer 'added'") == 1
+        assert log.count("in shared memory cannot be gone on from: buffer 'added' was not there") == 1

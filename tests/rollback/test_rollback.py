@@ -101,19 +101,6 @@ class TestCorruptedWeights:
         assert [(event["state"], event["to_step"]) for event in rollbacks(tmp_path)] == [("initial", 0)]
         assert all(torch.isfinite(value).all() for value in weights(trainer).values())
 
-    def test_in_the_optimizer_state_alone_are_found_as_well(self, tmp_path: Path, tokenizer: Any) -> None:
-        class MomentFault(TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-                if state.global_step == 20:
-                    moments = optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"]
-                    moments.view(-1)[0] = float("nan")
-
-        trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(), MomentFault()], max_steps=30)
-        trainer.train()
-
-        assert all(torch.isfinite(value).all() for value in weights(trainer).values())
-        assert [event["failure"] for event in journal(tmp_path, "outcome")] == ["corrupted_state"]
-
     def test_that_come_back_every_time_climb_the_ladder_and_end_the_run(self, tmp_path: Path, tokenizer: Any) -> None:
         trainer = sft_trainer(
             tmp_path,
@@ -135,14 +122,6 @@ class TestCorruptedWeights:
 
         assert caught.value.failure == "corrupted_state"
         assert [event.get("state") for event in rollbacks(tmp_path)][:3] == ["newest", "older", "disk"]
-
-    def test_that_come_back_but_are_undone_each_time_spend_the_budget(self, tmp_path: Path, tokenizer: Any) -> None:
-        fault = WeightFault(a_few_nans, *range(30, 60))
-        trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(), fault], max_steps=60)
-        with pytest.raises(UnrecoverableTrainingError, match="budget of 6 attempts"):
-            trainer.train()
-
-        assert len(fault.fired) == 7
 
     def test_of_the_last_step_are_not_handed_over_as_trained(self, tmp_path: Path, tokenizer: Any) -> None:
         plain = sft_trainer(tmp_path / "plain", tokenizer, max_steps=20)
@@ -549,23 +528,6 @@ class TestBadStart:
         trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **{**arguments, "max_steps": 6})
         with pytest.raises(UnrecoverableTrainingError, match="checkpoint-2"):
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-
-
-class TestCost:
-    def test_a_healthy_run_with_snapshots_is_the_plain_one(self, tmp_path: Path, tokenizer: Any) -> None:
-        plain = sft_trainer(tmp_path / "plain", tokenizer, max_steps=30)
-        plain.train()
-        healed = sft_trainer(
-            tmp_path / "healed",
-            tokenizer,
-            callbacks=[SelfHealingCallback(HealingConfig(snapshot_interval=1, snapshot_verify_steps=2))],
-            max_steps=30,
-        )
-        healed.train()
-
-        assert_same_weights(weights(healed), weights(plain))
-        assert logged(healed) == logged(plain)
-        assert journal(tmp_path / "healed", "snapshots"), "snapshots were taken"
 
 
 class MomentFaultAtTheEnd(TrainerCallback):

@@ -17,8 +17,8 @@ from ...hf.experiments import EarlierSteps, StepExperiments
 from ...hf.objective import StepSignals
 from ...hf.step import Window
 from ...ranks import votes
+from ...rollback.rollback import Rollback
 from ...rollback.snapshots import Snapshot
-from ...rollback.trusted import StateTrials
 from ...run.incidents import Diagnosis
 from ...system import processes
 
@@ -194,14 +194,14 @@ def _probe_in_lockstep(
     return found
 
 
-def diagnose_rise(window: Window, trials: StateTrials, loss: float, level: float, scale: float) -> Diagnosis:
+def diagnose_rise(window: Window, rollback: Rollback, loss: float, level: float, scale: float) -> Diagnosis:
     """Finds out why a loss has risen and stays up, by computing the same batch with the weights of trusted states."""
     if not min(loss, level) > 0:
         return _unexplained()
     rise = max(math.log(loss / level), 2 * scale)
 
     def experiment() -> Diagnosis:
-        before = trials.last_healthy()
+        before = rollback.last_healthy()
         evidence: dict[str, Any] = {"loss_now": loss}
         unharmed = None
         if before is not None:
@@ -216,17 +216,17 @@ def diagnose_rise(window: Window, trials: StateTrials, loss: float, level: float
             # Half of the rise, because the other half may be this batch.
             return gained >= 0.5 * rise
 
-        found = _try_trusted_states(window, trials, better)
+        found = _try_trusted_states(window, rollback, better)
         found.evidence.update(evidence)
         if found.cause is Cause.WEIGHTS:
             return found
-        return _hold_against_control(window, trials, trials.states.generations()[0], rise, found.evidence)
+        return _hold_against_control(window, rollback, rollback.states.generations()[0], rise, found.evidence)
 
-    return _as_experiment(window, trials, experiment)
+    return _as_experiment(window, rollback, experiment)
 
 
 def diagnose_stillness(
-    window: Window, trials: StateTrials, still: StepSignals, first: float, scale: float
+    window: Window, rollback: Rollback, still: StepSignals, first: float, scale: float
 ) -> Diagnosis:
     """
     Finds out why there is practically no gradient: with weights that a too high learning rate has driven out of reach
@@ -240,16 +240,16 @@ def diagnose_stillness(
         # By the least that counts as a rise, too.
         return (then.grad_norm or 0.0) >= least and (nothing_learned or _rise(then.loss, still.loss) >= scale)
 
-    return _as_experiment(window, trials, lambda: _try_trusted_states(window, trials, better))
+    return _as_experiment(window, rollback, lambda: _try_trusted_states(window, rollback, better))
 
 
 def _unexplained() -> Diagnosis:
     return Diagnosis(FailureType.DIVERGENCE, Cause.NOT_LOOKED_FOR, {})
 
 
-def _as_experiment(window: Window, trials: StateTrials, experiment: Callable[[], Diagnosis]) -> Diagnosis:
+def _as_experiment(window: Window, rollback: Rollback, experiment: Callable[[], Diagnosis]) -> Diagnosis:
     """Runs what puts other weights in place; weights, gradients and random states are as before on return."""
-    if window.objective.online or not trials.begin(window.step):
+    if window.objective.online or not rollback.states.set_aside(window.step):
         return _unexplained()
     try:
         with window.experiment():
@@ -259,7 +259,7 @@ def _as_experiment(window: Window, trials: StateTrials, experiment: Callable[[],
         diagnosis = _unexplained()
     finally:
         # Whatever happened, an interruption included: the weights are the run's own again.
-        trials.end()
+        rollback.end_trial()
     if window.compute_again().finite:
         window.accept()
     else:
@@ -268,23 +268,23 @@ def _as_experiment(window: Window, trials: StateTrials, experiment: Callable[[],
     return diagnosis
 
 
-def _try_trusted_states(window: Window, trials: StateTrials, better: Callable[[StepSignals], bool]) -> Diagnosis:
+def _try_trusted_states(window: Window, rollback: Rollback, better: Callable[[StepSignals], bool]) -> Diagnosis:
     """The newest trusted state whose weights do better on the same batch; newer ones are not trusted any more."""
     tried: dict[str, Any] = {}
-    for snapshot in trials.states.generations():
-        trials.try_snapshot(snapshot)
+    for snapshot in rollback.states.generations():
+        rollback.try_snapshot(snapshot)
         then = window.compute_again()
         tried[f"weights of step {snapshot.step}"] = {"loss": then.loss, "grad_norm": then.grad_norm}
         if better(then):
-            trials.prefer(snapshot)
+            rollback.prefer(snapshot)
             return Diagnosis(FailureType.DIVERGENCE, Cause.WEIGHTS, {"same_batch": tried})
     return Diagnosis(FailureType.DIVERGENCE, Cause.UNCLEAR, {"same_batch": tried})
 
 
 def _hold_against_control(
-    window: Window, trials: StateTrials, snapshot: Snapshot, rise: float, evidence: dict[str, Any]
+    window: Window, rollback: Rollback, snapshot: Snapshot, rise: float, evidence: dict[str, Any]
 ) -> Diagnosis:
-    control = trials.try_snapshot(snapshot)
+    control = rollback.try_snapshot(snapshot)
     if control is None:
         return Diagnosis(FailureType.DIVERGENCE, Cause.UNCLEAR, evidence)
     again = EarlierSteps(window).loss_of(control)

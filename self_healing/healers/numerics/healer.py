@@ -32,8 +32,7 @@ from ...hf.step import Window
 from ...hf.view import blueprint_of, kept_weights
 from ...journal.incident import Incident
 from ...ranks import votes
-from ...rollback.rollback import Target, WentBack
-from ...rollback.trusted import StateTrials
+from ...rollback.rollback import Rollback, Target, WentBack
 from ...run.healer import HealingContext
 from ...run.incidents import OpenIncident
 from ...run.run import Run
@@ -268,7 +267,7 @@ class RollbackClimb(NumericsHealer):
         try:
             trial = try_rates(
                 context.window,
-                self.rollback.trials,
+                self.rollback,
                 start,
                 steps,
                 now=control.scale(step),
@@ -281,7 +280,7 @@ class RollbackClimb(NumericsHealer):
             return None
         finally:
             # No vote: an experiment may have been left by one that has raised.
-            self.rollback.trials.put_back(start)
+            self.rollback.put(start)
         found = {f"{scale:.4g}": loss for scale, loss in trial.losses.items()}
         context.incident.evidence["loss_by_rate_scale"] = found
         return trial.scale
@@ -331,7 +330,7 @@ class DamagedCheckpointHealer(NumericsHealer):
         moved = instrument.optimizer_step.weights_moved
         trial = try_older_checkpoints(
             window,
-            self.rollback.trials,
+            self.rollback,
             resumed,
             self._older_than(resumed),
             scale=self.numerics.learning_rate.scale(window.step),
@@ -407,7 +406,7 @@ class ResumeTrial:
 
 def try_older_checkpoints(
     window: Window,
-    trials: StateTrials,
+    rollback: Rollback,
     resumed: str,
     older: Iterable[str],
     scale: float,
@@ -421,21 +420,21 @@ def try_older_checkpoints(
     trial = ResumeTrial()
     candidates = iter(older)
     first = next(candidates, None)
-    if first is None or not trials.begin_with_checkpoints(window.step, unmoved):
+    if first is None or not (rollback.states.set_aside(window.step) or unmoved):
         return trial
     try:
         try:
             with window.experiment():
-                suspects = {resumed: _trained_with(window, trials, resumed, scale, trial)}
+                suspects = {resumed: _trained_with(window, rollback, resumed, scale, trial)}
                 # It was there and finite when it was resumed from; since then rotation may have removed it.
                 for checkpoint in chain([first], candidates) if suspects[resumed] is not None else ():
-                    found = _trained_with(window, trials, checkpoint, scale, trial)
+                    found = _trained_with(window, rollback, checkpoint, scale, trial)
                     if all(_is_clearly_worse(suspect, found, rise, window) for suspect in suspects.values()):
                         trial.sound, trial.damaged = checkpoint, list(suspects)
                         break
                     suspects[checkpoint] = found
         finally:
-            trials.end_with_checkpoints(resumed)
+            rollback.end_trial(resumed)
             window.begin_from_here()
     except TrainingFault as fault:
         logger.info("The step could not be computed with older checkpoints.", exc_info=fault.error)
@@ -443,10 +442,10 @@ def try_older_checkpoints(
 
 
 def _trained_with(
-    window: Window, trials: StateTrials, checkpoint: str, scale: float, trial: ResumeTrial
+    window: Window, rollback: Rollback, checkpoint: str, scale: float, trial: ResumeTrial
 ) -> list[StepSignals] | None:
     """The step before and after an update on it; `None` for a checkpoint that cannot be put in place."""
-    if not trials.try_checkpoint(checkpoint):
+    if not rollback.try_checkpoint(checkpoint):
         trial.tried[checkpoint] = "could not be loaded"
         return None
     window.begin_from_here()

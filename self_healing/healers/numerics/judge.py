@@ -231,7 +231,7 @@ class MemoryWhileHealing(NumericsHealer):
         instrument = self.instrument
         opened = self.run.journal.incidents[known:]
         corrupted = any(incident.failure is FailureType.CORRUPTED_STATE for incident in opened)
-        unsound |= corrupted or self.rollback.in_place.displaced
+        unsound |= corrupted or self.rollback.states.displaced
         unsound |= self.acts and window is not None and not window.sound
         if not unsound:
             logger.warning(

@@ -14,8 +14,8 @@ from ...failures.recipes import TrainingFault
 from ...hf.experiments import EarlierSteps
 from ...hf.memory import let_go
 from ...hf.step import Control, Window
+from ...rollback.rollback import Rollback
 from ...rollback.snapshots import Snapshot
-from ...rollback.trusted import StateTrials
 from ...run.run import REFUND_STEPS
 
 
@@ -194,7 +194,7 @@ class RateTrial:
 
 def try_rates(
     window: Window,
-    trials: StateTrials,
+    rollback: Rollback,
     start: Snapshot,
     steps: Sequence[Control],
     now: float,
@@ -207,7 +207,7 @@ def try_rates(
     losses: dict[float, float] = {}
     scale = now / 2
     while scale * _STRIDE >= lowest and scale > 0:
-        losses[scale] = _loss_after(window, trials, start, steps, scale, limit)
+        losses[scale] = _loss_after(window, rollback, start, steps, scale, limit)
         best = min(losses.values())
         if math.isfinite(best) and losses[scale] > best:
             break
@@ -220,23 +220,23 @@ def try_rates(
 
 
 def _loss_after(
-    window: Window, trials: StateTrials, start: Snapshot, steps: Sequence[Control], scale: float, limit: float
+    window: Window, rollback: Rollback, start: Snapshot, steps: Sequence[Control], scale: float, limit: float
 ) -> float:
     """Of the last steps; computed once more where a fault strikes meanwhile, from the state anew."""
     try:
-        return _train_from(window, trials, start, steps, scale, limit)
+        return _train_from(window, rollback, start, steps, scale, limit)
     except TrainingFault as fault:
         logger.info("Learning rates are tried out once more.", exc_info=fault.error)
         let_go(fault.error)
-    return _train_from(window, trials, start, steps, scale, limit)
+    return _train_from(window, rollback, start, steps, scale, limit)
 
 
 def _train_from(
-    window: Window, trials: StateTrials, start: Snapshot, steps: Sequence[Control], scale: float, limit: float
+    window: Window, rollback: Rollback, start: Snapshot, steps: Sequence[Control], scale: float, limit: float
 ) -> float:
     losses = []
     with window.experiment():
-        trials.try_snapshot(start)
+        rollback.try_snapshot(start)
         for control in steps:
             loss = EarlierSteps(window).train_on(control, scale)
             if not loss <= limit:

@@ -110,7 +110,7 @@ class DivergenceHealer(NumericsHealer):
         self._damaged.suspect(HealingContext(opened.incident, self.instrument, window))
         panel, still = self.panel, window.signals()
         first = median(panel.divergence.early.first or [math.nan])
-        found = diagnose_stillness(window, self.rollback.trials, still, first, panel.loss_trend.scale)
+        found = diagnose_stillness(window, self.rollback, still, first, panel.loss_trend.scale)
         if found.cause != Cause.WEIGHTS:
             opened.stop_clock()
             return False
@@ -140,7 +140,7 @@ class DivergenceHealer(NumericsHealer):
         level = panel.loss_level if panel.loss_trend.ready else None
         if level is None:
             level = median(panel.divergence.early.first or [math.nan])
-        return diagnose_rise(window, self.rollback.trials, loss, level, panel.loss_trend.scale)
+        return diagnose_rise(window, self.rollback, loss, level, panel.loss_trend.scale)
 
 
 # ---- observer: shows the detectors every step that is applied, and hands on what they see ----

@@ -19,14 +19,13 @@ from ...hf.adapter import Instrument
 from ...hf.trainer_state import PENDING, Pending, ResumePoint, load_generated
 from ...journal.incident import Incident
 from ...ranks import votes
-from ...rollback.shared_memory import StateUnusable
+from ...rollback.shared_memory import StateUnusable, StoredState
 from ...run.incidents import may_be_repeated
 from ...run.record import Attempt, Ending, RunRecord
 from ...run.run import Run
 from ...run.status import RunState, StatusKeeper
 from ...system.files import POSTMORTEM_FILE, STATE_FILE
 from ...system.processes import launch_of
-from .shared_memory import MemoryStart
 from .start import Start, note_checkpoint
 
 
@@ -71,7 +70,7 @@ class Attempts:
         # How often `train()` was entered, in this process and before.
         self._entries = self._entries_before = 0
         # The state in shared memory that the first entry of this process resumed from.
-        self.memory: MemoryStart | None = None
+        self.memory: StoredState | None = None
         # What the first entry of this process resumed from.
         self.first_resume: str | None = None
         self.postmortem: str | None = None

@@ -502,15 +502,7 @@ def let_snapshots_outlive(run: Run, attempts: Attempts, rollback: Rollback, trai
             more,
         )
         outlives = False
-    if memory is not None and not outlives:
-        # Open in this process, and none comes after it.
-        memory.remove(files_alone=True)
-    shared = SharedStates(*place) if outlives else None
-    rollback.go_on_from_memory(
-        shared,
-        own_is_trusted=lambda: None if memory is None else memory.remove(),
-        inherited=lambda live: None if memory is None else memory.snapshot_in(live),
-    )
+    rollback.go_on_from_memory(SharedStates(*place) if outlives else None, memory)
 
 
 def leave_snapshots(run: Run, attempts: Attempts, rollback: Rollback, args: Any) -> None:

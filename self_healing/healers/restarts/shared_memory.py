@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ...checkpoints.marker import write_marker
 from ...hf.adapter import Instrument
 from ...hf.replicas import Replicas
 from ...hf.state import LiveState
-from ...hf.trainer_state import ResumeRecord, resuming_from
+from ...hf.trainer_state import ResumeRecord
 from ...journal.journal import Journal
 from ...ranks import votes
 from ...rollback.host_memory import size_of
@@ -34,9 +34,7 @@ from ...rollback.shared_memory import (
     holder_of,
     is_own,
     open_state,
-    rank_directory,
     read_facts,
-    this_boot,
 )
 from ...rollback.snapshots import Snapshot
 from ...system import processes
@@ -45,7 +43,7 @@ from ...system import processes
 logger = logging.getLogger("self_healing")
 
 
-# ---- memory start ----
+# ---- where the process before this one was ----
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -57,76 +55,18 @@ class SharedStep:
     owed: str
 
 
-class MemoryStart:
-    """The state that this process goes on from."""
-
-    def __init__(self, state: StoredState, checkpoint: str) -> None:
-        # `None` once it was let go of.
-        self.state: StoredState | None = state
-        self.checkpoint = checkpoint
-
-    def remove_others(self) -> None:
-        """Removes what else the process before this one has left: the memory is needed for states of this one."""
-        if self.state is None:
-            return
-        kept = {self.state.path.name, *self.state.facts.blocks}
-        for file in self.state.path.parent.glob("*.*"):
-            if file.name not in kept:
-                file.unlink(missing_ok=True)
-
-    def remove(self, files_alone: bool = False) -> None:
-        """Removes it."""
-        if self.state is not None:
-            for name in (self.state.path.name, *self.state.facts.blocks):
-                with suppress(OSError):
-                    self.state.path.with_name(name).unlink(missing_ok=True)
-        if not files_alone:
-            self.state = None
-            shutil.rmtree(self.checkpoint, ignore_errors=True)
-
-    def snapshot_in(self, live: LiveState) -> Snapshot | None:
-        """Gives it as a snapshot of live tensors, if those are what it was put into."""
-        return None if self.state is None else self.state.snapshot_in(live)
-
-    def loading(self, trainer: Any, on_success: Callable[[StoredState], None]) -> AbstractContextManager[None]:
-        """Lets `train()` of a trainer resume from it."""
-
-        state = self.state
-        if state is None:
-            raise StateUnusable("it was let go of when there was a newer one")
-
-        def put(live: LiveState) -> None:
-            unusable: list[StateUnusable] = []
-
-            def fits() -> bool:
-                try:
-                    state.check(live)
-                except StateUnusable as error:
-                    unusable.append(error)
-                return not unusable
-
-            if not votes.all_ranks("the state in shared memory fits", fits(), trainer.args.device):
-                raise unusable[0] if unusable else StateUnusable("it does not fit on another rank")
-            state.put(live)
-            on_success(state)
-
-        return resuming_from(trainer, self.checkpoint, state.record, put)
-
-
 def steps_in_memory(output_dir: str, rank: int, device: torch.device) -> list[SharedStep]:
     """Finds the states that all ranks have in shared memory, the newest first."""
     world_size = processes.world_size()
     mine = {_shared(facts): facts for _, facts in _states_of(output_dir, rank, world_size)}
-    if not mine:
-        _tell_of_other_numbers(output_dir, rank, world_size)
     everywhere = votes.from_every_rank("states in shared memory", mine, device)
     held = [step for step in everywhere[0] if all(step in theirs for theirs in everywhere)]
     return sorted((step for step in held if _same([theirs[step] for theirs in everywhere])), reverse=True)
 
 
-def open_in_memory(output_dir: str, step: SharedStep, rank: int, device: torch.device) -> MemoryStart | None:
+def open_in_memory(output_dir: str, step: SharedStep, rank: int, device: torch.device) -> StoredState | None:
     """Opens a state that all ranks have."""
-    opened: list[MemoryStart] = []
+    opened: list[StoredState] = []
 
     def can_be_read() -> bool:
         try:
@@ -155,30 +95,10 @@ def remove_other_states(output_dir: str, run: str, world_size: int) -> None:
 
 def _states_of(output_dir: str, rank: int, world_size: int) -> list[tuple[Path, StateFacts]]:
     """Lists the whole states of one rank, of all runs of a directory that trained on as many processes."""
-    directory, found = directory_of(output_dir), []
-    if not is_own(directory):
-        return []
-    for path in sorted(directory.glob(f"*-rank{rank}-of-{world_size}/*{SUFFIX}")):
-        facts = read_facts(path) if is_own(path.parent) else None
-        # As its name says, and of this machine since it was started.
-        if facts is not None and path.parent == rank_directory(output_dir, facts.run, rank, world_size):
-            expected = (rank, world_size, this_boot())
-            found += [(path, facts)] * ((facts.rank, facts.world_size, facts.boot) == expected)
-    return found
-
-
-def _tell_of_other_numbers(output_dir: str, rank: int, world_size: int) -> None:
-    """Says so where as many processes as now have left nothing, and another number of them has."""
     directory = directory_of(output_dir)
-    paths = sorted(directory.glob(f"*-rank{rank}-of-*/*{SUFFIX}")) if is_own(directory) else []
-    found = [read_facts(path) for path in paths if is_own(path.parent)]
-    others = {facts.world_size for facts in found if facts is not None} - {world_size}
-    if others:
-        logger.warning(
-            "The state in shared memory is that of %s processes, and %d train together now: going on from disk.",
-            " and of ".join(map(str, sorted(others))),
-            world_size,
-        )
+    paths = directory.glob(f"*-rank{rank}-of-{world_size}/*{SUFFIX}") if is_own(directory) else ()
+    found = [(path, read_facts(path)) for path in sorted(paths)]
+    return [(path, facts) for path, facts in found if facts is not None]
 
 
 def _same(of_ranks: Sequence[StateFacts]) -> bool:
@@ -186,25 +106,24 @@ def _same(of_ranks: Sequence[StateFacts]) -> bool:
     Whether a step that some ranks have applied by themselves is the one that the others have: callbacks that change
     gradients may have been called on those alone.
     """
-    weights, alone = {facts.weights for facts in of_ranks}, [facts.finished_alone for facts in of_ranks]
+    weights, alone = {each.left.weights for each in of_ranks}, [each.left.finished_alone for each in of_ranks]
     return not any(alone) or (not all(alone) and len(weights) == 1 and "" not in weights)
 
 
-def _open(output_dir: str, step: SharedStep, rank: int, device: torch.device) -> MemoryStart:
+def _open(output_dir: str, step: SharedStep, rank: int, device: torch.device) -> StoredState:
     paths = [path for path, facts in _states_of(output_dir, rank, processes.world_size()) if _shared(facts) == step]
     if not paths:
         raise StateUnusable("it is not there any more")
     state = open_state(paths[-1], device)
-    checkpoint = paths[-1].parent / f"checkpoint-{step.step}"
-    shutil.rmtree(checkpoint, ignore_errors=True)
-    state.record.write(checkpoint)
+    shutil.rmtree(state.checkpoint, ignore_errors=True)
+    state.record.write(Path(state.checkpoint))
     bookkeeping = state.record.bookkeeping | {"running_loss": state.facts.running_loss}
-    write_marker(checkpoint, step.run, step.step, bookkeeping, emergency=False, finite=True)
-    return MemoryStart(state, str(checkpoint))
+    write_marker(Path(state.checkpoint), step.run, step.step, bookkeeping, emergency=False, finite=True)
+    return state
 
 
 def _shared(facts: StateFacts) -> SharedStep:
-    return SharedStep(facts.step, facts.run, facts.owed)
+    return SharedStep(facts.step, facts.run, facts.left.owed)
 
 
 def newest_beyond(steps: Sequence[SharedStep], run: str, step: int) -> SharedStep | None:
@@ -258,7 +177,7 @@ class LastStep:
     def _finish_step(self, instrument: Instrument) -> bool:
         """Applies a step that other ranks have applied; whether there was one."""
         view, rollback = instrument.view, self._rollback
-        leaves = rollback.shared is not None and view.can_hand_over and not rollback.in_place.displaced
+        leaves = rollback.shared is not None and view.can_hand_over and not rollback.states.displaced
         # With shards, applying it may be a collective, and the weights are not to be compared.
         finishes = leaves and instrument.owes_update and view.steps_alone
         # What all have raised, all have left, and what their callbacks were to do to the gradients is owed as well.
@@ -271,7 +190,7 @@ class LastStep:
 
     def _leave(self, instrument: Instrument, undisturbed: Callable[[], bool], alone: bool) -> int | None:
         shared, live = self._rollback.shared, self._rollback.ring.taken_of
-        if shared is None or live is None or self._rollback.in_place.displaced:
+        if shared is None or live is None or self._rollback.states.displaced:
             return None
         if not instrument.view.can_hand_over:
             return None
@@ -289,14 +208,15 @@ class LastStep:
             return ResumeRecord.of(instrument.trainer, instrument.ledger, point.bookkeeping.rng, point.pending)
 
         snapshot = Snapshot()
-        snapshot.take(live, {}, True, shared.new_block)
+        snapshot.take(live, shared.new_block)
+        snapshot.wait()
         if not undisturbed() or _versions(live) != versions:
             logger.info("Training went on while its state was left in memory, which does not count.")
             return None
         # Held, or its memory would be given back.
         self._rollback.ring.left = snapshot
         shared.prepare(snapshot, live, record, left)
-        return instrument.view.step if shared.has(snapshot) else None
+        return instrument.view.step if snapshot.stored is not None else None
 
 
 def _let_settle(device: torch.device) -> None:

@@ -37,7 +37,7 @@ from ...run.status import RunState, read_status
 from ...system import processes
 from ...system.files import OFF_FILE, STATE_FILE, matches
 from ...system.processes import Launch, State, launch_of, of_all_ranks, state_of
-from .shared_memory import MemoryStart, SharedStep, newest_beyond, open_in_memory, steps_in_memory
+from .shared_memory import SharedStep, newest_beyond, open_in_memory, steps_in_memory
 
 
 logger = logging.getLogger("self_healing")
@@ -58,7 +58,7 @@ class Start:
     beside: bool = False
     passed_over: tuple[Verdict, ...] = ()
     shared: SharedStep | None = None
-    memory: MemoryStart | None = None
+    memory: StoredState | None = None
 
     @property
     def run(self) -> str | None:
