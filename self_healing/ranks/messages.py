@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -50,11 +49,6 @@ class Position:
     collective: str | None = None
     line: str | None = None
     called_from: str | None = None
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Self:
-        """Reads what [`to_record`] gave."""
-        return cls(**record)
 
     def to_record(self) -> dict[str, Any]:
         """Gives its form in the store."""
@@ -119,15 +113,6 @@ class Failure:
         return f"rank {self.rank} failed first; it {heard} after step {self.step}: {self.error}"
 
 
-def failure_of_leaving(rank: int, step: int) -> Failure:
-    """Makes a failure of a rank that has left `train()` in good order while others train on, and wait for it."""
-    why = (
-        "it left train() while the others train on: the ranks do different things; look for code that decides on one "
-        "rank alone (should_training_stop in a callback)"
-    )
-    return Failure(rank, step, FailureType.HANG, why)
-
-
 def failure_of(error: BaseException, rank: int, step: int, section: str) -> Failure | None:
     """Makes a failure of an exception that leaves `train()`."""
     if isinstance(error, (DamagedCheckpointError, GeneratorExit)):
@@ -151,16 +136,6 @@ def first_of(failures: list[Failure]) -> Failure | None:
 
 
 # ---- naming: says which rank the others wait for ----
-
-
-def waited_for(here: Position, others: Mapping[int, Position]) -> int | None:
-    """Finds a rank that this one may be waiting for, and that is within its own limits: a wait for it is no hang."""
-    for rank, other in others.items():
-        if not other.training or other.collective is not None or other.left <= 0:
-            continue
-        if other.on_purpose or here.collective is not None or other.progress < here.progress:
-            return rank
-    return None
 
 
 def behind(positions: Mapping[int, Position]) -> list[int]:
@@ -232,23 +207,11 @@ class SideChannel:
     """Reads and writes small records in the store that the ranks of a job have found each other by."""
 
     def __init__(self, place: Place, name: str) -> None:
-        self._place = place
-        store = self._connected()
+        store = dist.TCPStore(place.host, place.port, is_master=False, wait_for_workers=False, timeout=_CONNECTING)
         # A launcher that starts the job again may keep the store, and a script may train several times.
         prefix = f"self_healing/{votes.meeting()}/{name}"
         times = dist.PrefixStore(prefix, store).add(f"opened/{place.rank}", 1)
-        self._prefix = f"{prefix}/{times}"
-        self._store = dist.PrefixStore(self._prefix, store)
-
-    def connect_again(self) -> None:
-        """Goes on over another connection, where the one there was is lost."""
-        # What torch says of a store that is not there is many lines.
-        socket.create_connection((self._place.host, self._place.port), _CONNECTING.total_seconds()).close()
-        self._store = dist.PrefixStore(self._prefix, self._connected())
-
-    def _connected(self) -> Any:
-        host, port = self._place.host, self._place.port
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECTING)
+        self._store = dist.PrefixStore(f"{prefix}/{times}", store)
 
     def put(self, key: str, record: Mapping[str, Any]) -> None:
         """Writes a record."""
@@ -260,9 +223,14 @@ class SideChannel:
             return None
         return [json.loads(content) for content in self._store.multi_get(list(keys))]
 
-    def add(self, key: str, number: int) -> int:
-        """Adds to a number that begins with 0, and returns it."""
-        return int(self._store.add(key, number))
+    def append(self, key: str, record: Mapping[str, Any]) -> None:
+        """Adds a record to a list, which begins empty."""
+        self._store.append(key, json.dumps(record) + "\n")
+
+    def listed(self, key: str) -> list[dict[str, Any]]:
+        """Reads the records of a list."""
+        lines = self._store.get(key).splitlines() if self._store.check([key]) else []
+        return [json.loads(line) for line in lines]
 
 
 def place_in_job() -> Place | None:

@@ -242,11 +242,6 @@ def job_store() -> Any:
     return dist.distributed_c10d._get_default_store() if world_size() > 1 else None
 
 
-def name_meeting(name: str) -> None:
-    """Notes by which name all ranks have met, before the first of their votes."""
-    _votes.meeting = name
-
-
 def meeting() -> str:
     """The name by which all ranks have met: that of no ranks before these, whatever a launcher has kept of them."""
     return _votes.meeting
@@ -362,11 +357,9 @@ def meet(settings: Mapping[str, Any], seconds: float) -> None:
     compared = {name: value for name, value in settings.items() if name not in _OF_A_RANK}
     try:
         place = f"self_healing/meeting/{next(_meetings)}"
-        met = _meet(store, place, compared, seconds, dist.get_rank(), processes.world_size())
+        _votes.meeting = _meet(store, place, compared, seconds, dist.get_rank(), processes.world_size())
     except RuntimeError as error:
         logger.info("The store of this job cannot be asked whether all ranks heal: %s", error)
-    else:
-        name_meeting(met)
 
 
 def _meet(store: Any, place: str, settings: Mapping[str, Any], seconds: float, rank: int, ranks: int) -> str:

@@ -158,40 +158,14 @@ def test_a_rank_of_another_machine_is_not_given_up_for_its_silence(
 ) -> None:
     # Native code holds the GIL there for minutes; and there is no such process here, which says nothing.
     first, second = job(2, ELSEWHERE)
-    monkeypatch.setattr(second.ranks._session, "_tell_where", lambda channel: None)
+    monkeypatch.setattr(second.ranks, "_tell_where", lambda channel: None)
     first.position = Position(5, "step", 10, 0.1, 60.0, collective="all_reduce")
     time.sleep(40 * INTERVAL)
     assert first.told == []
 
 
-def test_a_rank_that_loses_the_store_comes_back_to_it_and_is_not_given_up(
-    job: Callable[..., list[Rank]], caplog: pytest.LogCaptureFixture
-) -> None:
-    first, second = job(2, ELSEWHERE)
-    session = second.ranks._session
-    assert session is not None
-    for _ in range(2):
-        assert session._channel is not None
-        session._channel._store = Broken()
-        wait_until(lambda: lost(second))
-        second.position = Position(first.position.step, "data", second.position.beats + 1, 0.1, 60.0)
-        wait_until(lambda: first.ranks.positions()[1] == second.position)
-    assert sum("cannot be listened to" in each.message for each in caplog.records) == 1
-    assert first.told == []
-    second.ranks.tell(FAILED)
-    wait_until(lambda: first.told)
-    assert first.told == [FAILED]
-
-
-class Broken:
-    """A connection that is lost: all calls raise what torch raises."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise torch.distributed.DistNetworkError("Connection reset by peer")
-
-
 def lost(rank: Rank) -> bool:
-    return rank.ranks._session is not None and rank.ranks._session._lost_it
+    return rank.ranks._lost
 
 
 def test_a_store_that_cannot_be_reached_is_told_of_once_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:

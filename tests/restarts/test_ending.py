@@ -95,8 +95,8 @@ def test_what_the_other_ranks_end_to_be_started_again_for_is_not_given_up(
     tmp_path: Path, exit_code: int | None, ending: Ending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = process(tmp_path)
-    here = SimpleNamespace(rank=1, failures=[of_rank_1(exit_code)])
-    monkeypatch.setattr(run.ranks, "_session", here)
+    monkeypatch.setattr(run.ranks, "rank", 1)
+    monkeypatch.setattr(run.ranks, "failures", [of_rank_1(exit_code)])
     run.part(RunEnding).note_exception(UnrecoverableTrainingError("data"))
     assert record_in(tmp_path).ending is ending
 
