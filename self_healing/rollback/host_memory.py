@@ -275,8 +275,8 @@ def put_back(live: Any, saved: Any, like: Any = None) -> Any:
         made = saved.host.to(saved.device, copy=True)
         if not (saved.sharded and isinstance(like, DTensor)):
             return made
-        layout = {"shape": like.shape, "stride": like.stride()}
-        return DTensor.from_local(made, like.device_mesh, like.placements, run_check=False, **layout)
+        mesh, placements = like.device_mesh, like.placements
+        return DTensor.from_local(made, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
     if isinstance(saved, dict):
         result = live if isinstance(live, dict) else {}
         for name in [name for name in result if name not in saved]:
