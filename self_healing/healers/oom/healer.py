@@ -475,7 +475,7 @@ class MemoryHealer(Healer):
         if context.window is not None and not self._stepping and not ran_out.alone:
             # The step is computed again from its beginning. An update that is made again needs its gradients.
             context.window.discard()
-        freed = self.run.rollback.in_place.free_batches(ran_out.on_host)
+        freed = self.run.rollback.free_batches(ran_out.on_host)
         if freed:
             context.incident.figures.append(BATCHES_MOVED[ran_out.on_host].format(freed / 1e6))
         if self._attempts == 1:
