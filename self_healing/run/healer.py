@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from transformers import TrainingArguments
 
@@ -14,7 +15,7 @@ from ..hf.adapter import Instrument
 from ..hf.batches import CallShape
 from ..hf.engine import StepPasses
 from ..hf.hooks import Hooks
-from ..hf.memory import BatchPlan, OutOfMemory
+from ..hf.memory import BatchPlan
 from ..hf.step import Window
 from ..journal.incident import Incident
 from ..journal.journal import Journal
@@ -59,150 +60,97 @@ class Healer(Hooks):
         return None
 
 
-class Healers(Hooks):
-    """Passes each event of an instrument to the healers of a `train()` call, in their order."""
+_Event = TypeVar("_Event", bound=Callable[..., Any])
+
+
+def _each(event: _Event) -> _Event:
+    """Passes an event on to all healers that take part in it."""
+    name = event.__name__
+
+    def tell(healers: Healers, *args: Any, **kwargs: Any) -> None:
+        for healer in healers.taking_part[name]:
+            getattr(healer, name)(*args, **kwargs)
+
+    return cast(_Event, tell)
+
+
+def _any(question: _Event) -> _Event:
+    """Asks healers until one says yes."""
+    name = question.__name__
+
+    def ask(healers: Healers, *args: Any, **kwargs: Any) -> bool:
+        return any(getattr(healer, name)(*args, **kwargs) for healer in healers.taking_part[name])
+
+    return cast(_Event, ask)
+
+
+class Healers(Healer):
+    """The healers of a `train()` call, in their order: each event of an instrument goes to those that take part."""
 
     def __init__(self, healers: Sequence[Healer]) -> None:
         # Some events come several times a step, and most healers take part in few of them.
-        self._with = {
+        self.taking_part = {
             event: tuple(each for each in healers if getattr(type(each), event) is not getattr(Healer, event))
             for event in dir(Healer)
             if not event.startswith("_")
         }
 
-    def attach(self, first: bool) -> None:
-        """Attaches each: what is attached later is called first."""
-        for each in self._with["attach"]:
-            each.attach(first)
-
-    def read_logs(self, step: int, logs: Mapping[str, Any]) -> None:
-        """Hands on what the trainer has logged, by optimizer steps finished."""
-        for each in self._with["read_logs"]:
-            each.read_logs(step, logs)
-
-    def recomputed(self, incident: Incident) -> None:
-        for each in self._with["recomputed"]:
-            each.recomputed(incident)
-
-    def heal_interrupted_step(self, context: HealingContext) -> None:
-        for each in self._with["heal_interrupted_step"]:
-            each.heal_interrupted_step(context)
-
-    def last_step_taken(self) -> None:
-        """Called after the last step of the run, while it can still be healed."""
-        for each in self._with["last_step_taken"]:
-            each.last_step_taken()
-
-    def run_ends(self, step: int) -> None:
-        """Called after that, with the outcomes known."""
-        for each in self._with["run_ends"]:
-            each.run_ends(step)
-
-    def process_ends(self) -> None:
-        """Called beside the training thread, before the process is ended from the inside."""
-        for each in self._with["process_ends"]:
-            each.process_ends()
+    # What is attached later is called first.
+    attach = _each(Healer.attach)
+    read_logs = _each(Healer.read_logs)
+    recomputed = _each(Healer.recomputed)
+    heal_interrupted_step = _each(Healer.heal_interrupted_step)
+    last_step_taken = _each(Healer.last_step_taken)
+    run_ends = _each(Healer.run_ends)
+    process_ends = _each(Healer.process_ends)
 
     @property
     def has_claim(self) -> bool:
-        """Whether an incident waits for an exception to leave `train()`."""
-        return any(each.has_claim for each in self._with["has_claim"])
+        return any(each.has_claim for each in self.taking_part["has_claim"])
 
     def claims(self, error: BaseException) -> list[Claim]:
         """Asks whose the exception is that left `train()`; the first claim heals it."""
-        return [claim for each in self._with["claim"] if (claim := each.claim(error)) is not None]
+        return [claim for each in self.taking_part["claim"] if (claim := each.claim(error)) is not None]
 
     # ---- the events of the instrument ----
 
     @property
     def passes(self) -> StepPasses | None:
-        return next((passes for each in self._with["passes"] if (passes := each.passes) is not None), None)
+        return next((passes for each in self.taking_part["passes"] if (passes := each.passes) is not None), None)
 
     @property
     def heals_memory(self) -> bool:
-        return any(each.heals_memory for each in self._with["heals_memory"])
+        return any(each.heals_memory for each in self.taking_part["heals_memory"])
 
-    def handle_oom(self, ran_out: OutOfMemory, window: Window | None) -> bool:
-        return any(each.handle_oom(ran_out, window) for each in self._with["handle_oom"])
-
-    def handle_oom_in_optimizer_step(self, ran_out: OutOfMemory, window: Window | None) -> bool:
-        return any(
-            each.handle_oom_in_optimizer_step(ran_out, window) for each in self._with["handle_oom_in_optimizer_step"]
-        )
-
-    def oom_on_one_rank(self, ran_out: OutOfMemory) -> None:
-        for each in self._with["oom_on_one_rank"]:
-            each.oom_on_one_rank(ran_out)
-
-    def on_success(self) -> None:
-        for each in self._with["on_success"]:
-            each.on_success()
-
-    def judge(self, window: Window) -> None:
-        for each in self._with["judge"]:
-            each.judge(window)
-
-    def before_optimizer_step(self) -> None:
-        for each in self._with["before_optimizer_step"]:
-            each.before_optimizer_step()
-
-    def about_to_step(self) -> None:
-        for each in self._with["about_to_step"]:
-            each.about_to_step()
+    handle_oom = _any(Healer.handle_oom)
+    handle_oom_in_optimizer_step = _any(Healer.handle_oom_in_optimizer_step)
+    oom_on_one_rank = _each(Healer.oom_on_one_rank)
+    on_success = _each(Healer.on_success)
+    judge = _each(Healer.judge)
+    before_optimizer_step = _each(Healer.before_optimizer_step)
+    about_to_step = _each(Healer.about_to_step)
 
     def rate_scale(self, step: int) -> float:
-        scale = 1.0
-        for each in self._with["rate_scale"]:
-            scale *= each.rate_scale(step)
-        return scale
+        return math.prod(each.rate_scale(step) for each in self.taking_part["rate_scale"])
 
-    def stepped(self) -> None:
-        for each in self._with["stepped"]:
-            each.stepped()
+    stepped = _each(Healer.stepped)
 
     def metrics(self, training: bool, summary: bool) -> dict[str, float]:
         found: dict[str, float] = {}
-        for each in self._with["metrics"]:
+        for each in self.taking_part["metrics"]:
             found.update(each.metrics(training, summary))
         return found
 
-    def checkpoints_wait(self) -> bool:
-        return any(each.checkpoints_wait() for each in self._with["checkpoints_wait"])
-
-    def owes_checkpoint(self) -> bool:
-        return any(each.owes_checkpoint() for each in self._with["owes_checkpoint"])
-
-    def checkpoint_waits(self) -> None:
-        for each in self._with["checkpoint_waits"]:
-            each.checkpoint_waits()
-
-    def vouch_for_state(self) -> None:
-        for each in self._with["vouch_for_state"]:
-            each.vouch_for_state()
-
-    def before_save(self, step: int) -> None:
-        for each in self._with["before_save"]:
-            each.before_save(step)
-
-    def after_save(self, step: int) -> None:
-        for each in self._with["after_save"]:
-            each.after_save(step)
-
-    def left_by(self, error: BaseException) -> None:
-        for each in self._with["left_by"]:
-            each.left_by(error)
-
-    def device_lost(self, error: BaseException) -> None:
-        for each in self._with["device_lost"]:
-            each.device_lost(error)
-
-    def broken(self, error: Exception) -> None:
-        for each in self._with["broken"]:
-            each.broken(error)
-
-    def ends_the_job(self, error: BaseException) -> None:
-        for each in self._with["ends_the_job"]:
-            each.ends_the_job(error)
+    checkpoints_wait = _any(Healer.checkpoints_wait)
+    owes_checkpoint = _any(Healer.owes_checkpoint)
+    checkpoint_waits = _each(Healer.checkpoint_waits)
+    vouch_for_state = _each(Healer.vouch_for_state)
+    before_save = _each(Healer.before_save)
+    after_save = _each(Healer.after_save)
+    left_by = _each(Healer.left_by)
+    device_lost = _each(Healer.device_lost)
+    broken = _each(Healer.broken)
+    ends_the_job = _each(Healer.ends_the_job)
 
 
 # ---- claims: the incident that an exception which left `train()` belongs to, and its remedy ----
@@ -355,13 +303,8 @@ class Remedies:
 
 
 def _known(action: Action | str) -> Action:
-    known = ", ".join(member.value for member in Action if member not in IN_PLACE)
-    try:
-        found = Action(action)
-    except ValueError:
-        raise ValueError(f"unknown action {action!r}; the actions are: {known}") from None
-    if found in IN_PLACE:
-        raise ValueError(
-            f"{found.value} is done where its failure is noticed and cannot be asked for; the actions are: {known}"
-        )
-    return found
+    # The others are done where their failure is noticed.
+    known = [member.value for member in Action if member not in IN_PLACE]
+    if action not in known:
+        raise ValueError(f"{str(action)!r} cannot be asked for; the actions are: {', '.join(known)}")
+    return Action(action)
