@@ -21,7 +21,7 @@ from .healers.numerics.detectors.rules import MetricRule, load_rules
 from .healers.numerics.state import NumericsState
 from .healers.restarts.attempts import Attempts
 from .healers.restarts.ending import ending_the_job
-from .healers.restarts.preemption import Departure
+from .healers.restarts.preemption import Preemption
 from .healers.restarts.start import is_off, tell_of_unfinished
 from .healers.train_begin_end import (
     begin_run,
@@ -198,7 +198,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 tell_of_unfinished(str(args.output_dir), wrapped=False)
         run.journal.notify = lambda incident: self._tell_callbacks(trainer, incident)
         self._hide_own_files(args)
-        enter(run, trainer, self._rules, resumed_from, self._state_of(state), wrapped=adopted is not None)
+        enter(run, trainer, self._rules, resumed_from, self._state_of(state))
         if adopted is None and args.auto_find_batch_size:
             logger.warning(
                 "auto_find_batch_size=True starts over with a smaller batch after an out-of-memory error that could "
@@ -289,10 +289,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             attempts.status.note_step(step)
         if instrument is None:
             return
-        if attempts.record is not None:
-            attempts.record.note_step(step)
-        if instrument.leaving.leaves(run.part(Departure).asked):
-            run.part(Departure).begin(instrument.leaving.wishes)
+        if instrument.leaving.leaves(run.asked_to_leave is not None):
+            run.part(Preemption).begun = True
             # Saved now, whatever the schedule of checkpoints is; there is no time for an evaluation.
             control.should_save = control.should_training_stop = True
             if control.should_evaluate:

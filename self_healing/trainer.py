@@ -40,12 +40,10 @@ from .healers.restarts.emergency import publish, save_emergency_checkpoint
 from .healers.restarts.ending import (
     RunEnding,
     ending_the_job,
-    leave_lost_device,
     leave_snapshots,
     let_snapshots_outlive,
-    write_down_lost_device,
 )
-from .healers.restarts.preemption import Departure
+from .healers.restarts.preemption import Preemption
 from .healers.restarts.shared_memory import LastStep
 from .healers.restarts.start import (
     Start,
@@ -60,7 +58,7 @@ from .healers.services import Reporting
 from .healers.train_begin_end import tell_end
 from .hf.dataloader import end_workers_that_failed, loading_twice_at_most, skipping_any_loader
 from .hf.deepspeed import can_be_entered_again, have_engine_made_again, let_go_of_engine, loading_as_written
-from .hf.memory import let_go, rows_per_step
+from .hf.memory import let_go
 from .hf.patching import entry_hooks_removed_on_exception, remove_progress_bars
 from .hf.services import ReportingGuard
 from .journal.incident import Incident
@@ -74,7 +72,7 @@ from .run.healer import Claim, HealingContext, claim_by_recipe
 from .run.record import RunRecord
 from .run.run import Run
 from .system import processes
-from .system.processes import log_safely
+from .system.processes import EXIT_FOR_RESTART, end_at_once, log_safely
 from .system.random_state import RandomState
 
 
@@ -212,13 +210,13 @@ class SelfHealingTrainer:
             # First: from here on the others learn in seconds of what ends this rank.
             _contained(run.part(HangWatch).listen)
             guard.attach()
-            take_up(run, run.part(Attempts), start)
+            take_up(run, start)
             adopt_run(self.trainer, run)
             if self.config.on_preemption == "save":
-                run.part(Departure).preemption.listen()
+                run.part(Preemption).listen()
             output = self._enter_until_done(Recovery(self.trainer, run), start.checkpoint, kwargs)
-            if run.part(Departure).begun and not self._at_the_end():
-                run.part(Departure).leave(int(self.trainer.state.global_step), self.trainer.args.output_dir)
+            if run.part(Preemption).begun and not self._at_the_end():
+                run.part(Preemption).leave(int(self.trainer.state.global_step), self.trainer.args.output_dir)
         except BaseException as error:
             left_by = error
             run.part(HangWatch).left_by(error)
@@ -230,9 +228,9 @@ class SelfHealingTrainer:
             args.eval_on_start, args.ignore_data_skip = theirs
             for leave in (
                 partial(adopt_run, self.trainer, None),
-                run.part(Departure).preemption.release,
+                run.part(Preemption).release,
                 partial(self._let_go, run),
-                partial(leave_snapshots, run, run.part(Attempts), run.rollback, args),
+                partial(leave_snapshots, run),
                 partial(self._release_states, run),
                 guard.detach,
                 partial(reporting.sum_up, int(self.trainer.state.global_step)),
@@ -241,6 +239,8 @@ class SelfHealingTrainer:
                 partial(tell_end, run, left_by),
             ):
                 _contained(leave)
+            if run.part(RunEnding).ends_process:
+                end_at_once(EXIT_FOR_RESTART)
         return output
 
     def _train_without_healing(self, requested: Any, kwargs: dict[str, Any]) -> TrainOutput:
@@ -267,15 +267,14 @@ class SelfHealingTrainer:
             args.process_index,
             self._sleep,
             start.run,
-            may_enter_again=processes.world_size() == 1,
+            wrapped=True,
             device=args.device,
         )
         run.trainer = self.trainer
-        record = start.record or RunRecord(Path(args.output_dir), run.run_id, kept=not start.beside)
-        run.part(Attempts).rows = rows_per_step(self.trainer)
+        record = start.record or RunRecord(Path(args.output_dir), run.run_id)
         run.part(Attempts).keep(record, taken_up=start.record is not None)
         run.part(Attempts).memory = start.memory
-        _contained(partial(let_snapshots_outlive, run, run.part(Attempts), run.rollback, self.trainer))
+        _contained(partial(let_snapshots_outlive, run))
         if args.process_index == 0:
             note_start(run.journal, start, args.output_dir)
         return run, start
@@ -336,7 +335,7 @@ class SelfHealingTrainer:
         if refusal is not None:
             raise CheckpointError(refusal) from error
         have_engine_made_again(self.trainer)
-        go_on_from_disk(run, run.part(Attempts), checkpoint, error)
+        go_on_from_disk(run, checkpoint, error)
         return checkpoint
 
     def _enter(self, **kwargs: Any) -> TrainOutput:
@@ -516,8 +515,8 @@ class Recovery:
         opened = run.dealing_with(incident)
         if entry.wait:
             run.remedies.apply(Action.WAIT_AND_RESUME, HealingContext(incident), self._trainer.args)
-            if run.part(Departure).asked:
-                run.part(Departure).leave(self._step, self._output_dir)
+            if run.asked_to_leave is not None:
+                run.part(Preemption).leave(self._step, self._output_dir)
         opened.done()
 
     def _start_over(self, checkpoint: str, step: int) -> None:
@@ -656,23 +655,19 @@ class Recovery:
     def _leave_lost_device(self, error: BaseException, cause: BaseException) -> None:
         """Nothing can be saved and nothing entered again: the process ends, or what ended the run is raised."""
         verdict = describe_exception(error) if cause is error else f"{describe_exception(cause)}; {text_of(error)}"
-        write_down_lost_device(self._ending, error, verdict)
-        leave_lost_device(self._ending, error)
+        self._ending.note_lost_device(error, verdict)
+        self._ending.leave_lost_device(error)
 
     def _leave_unfinished_step(self, error: BaseException) -> NoReturn:
         """Leaves with the state before the step, which would have taken too long."""
         run, path = self.run, None
         if run.attached is not None and processes.world_size() == 1:
             try:
-                point = save_emergency_checkpoint(
-                    run.attached,
-                    run.run_id,
-                    later=run.checksums,
-                )
+                point = save_emergency_checkpoint(run)
                 path = None if point is None else publish(point.path, self._output_dir)
             except Exception:
                 logger.warning("The state before the interrupted step could not be saved.", exc_info=error)
-        run.part(Departure).leave(self._step, self._output_dir, path)
+        run.part(Preemption).leave(self._step, self._output_dir, path)
 
     @property
     def _step(self) -> int:

@@ -116,6 +116,7 @@ class MadeUpRun:
         self.stop_incident: Incident | None = None
         self.news = News()
         self.may_enter_again = False
+        self.asked_to_leave = None
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -126,9 +127,6 @@ class MadeUpRun:
         return {NumericsState: self.numerics}[kind]
 
     incident, dealing_with = Run.incident, Run.dealing_with
-
-    def leave_asked(self) -> bool:
-        return False
 
     def at(self, window: MadeUpWindow) -> MadeUpWindow:
         """The run has come to a step."""

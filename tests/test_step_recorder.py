@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from self_healing import FailureType, HealingConfig, SelfHealingCallback
 from self_healing.healers.restarts.ending import RunEnding
-from self_healing.healers.restarts.preemption import Departure
+from self_healing.healers.restarts.preemption import Preemption
 from self_healing.journal.step_log import StepLog, StepRow, read_step_log
 from self_healing.ranks.messages import Failure
 
@@ -62,7 +62,7 @@ def test_a_process_that_is_ended_from_the_inside_leaves_its_last_steps(
                 if ends == "with another rank":
                     healing.run.part(RunEnding).end_process(str(failure), failure, 75)
                 else:
-                    healing.run.part(Departure).end_at_the_deadline("SIGTERM")
+                    healing.run.part(Preemption).end_at_the_deadline("SIGTERM")
                 rows.extend(steps_of(tmp_path))
 
     sft_trainer(tmp_path, tokenizer, callbacks=[healing, Ended()]).train()

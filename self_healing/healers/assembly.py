@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -27,8 +28,8 @@ from .numerics.remedies import NumericsRemedies
 from .numerics.state import NumericsState
 from .oom.sizes import MemoryState
 from .restarts.attempts import Attempts
-from .restarts.ending import LastResorts, RunEnding
-from .restarts.preemption import Departure
+from .restarts.ending import RunEnding
+from .restarts.preemption import Preemption
 from .restarts.shared_memory import LastStep
 from .saves import SaveHealer
 
@@ -45,11 +46,10 @@ def assemble(
     rank: int = 0,
     sleep: Callable[[float], None] | None = None,
     run_id: str | None = None,
-    may_enter_again: bool = False,
+    wrapped: bool = False,
     device: torch.device = HOST,
 ) -> Run:
     """Builds a run, with all the remedies it may need."""
-    heartbeat = Heartbeat()
     run_id = run_id or votes.from_first_rank("name of the run", new_run_id, device)
     journal = Journal(directory, config, run_id, rank)
     run = Run(
@@ -63,37 +63,21 @@ def assemble(
         budget=RecoveryBudget(config),
         # As often as hangs are looked for.
         ranks=OtherRanks(run_id, min(1.0, config.hang_floor_seconds / 10)),
-        heartbeat=heartbeat,
-        sleep=heartbeat.pausing(sleep or (lambda seconds: departure.sleep(seconds))),
-        leave_asked=lambda: departure.wish,
-        may_enter_again=may_enter_again,
+        heartbeat=Heartbeat(),
+        wrapped=wrapped,
+        own_sleep=sleep,
     )
-    numerics = run.outcomes.baseline = run.rollback.learned = NumericsState(run)
-    run.add(numerics)
+    run.numerics = run.outcomes.baseline = run.rollback.learned = NumericsState(run)
     memory = MemoryState(run)
     quarantine = Quarantine(directory, config.quarantine_text, run.news)
     journal.tell = partial(run.news.tell, "incident")
     run.news.on("incident", journal.take_in)
-    attempts = Attempts(run, numerics)
-    departure = Departure(run, attempts)
-    ending = RunEnding(run, attempts, departure)
-    last_step = LastStep(run.rollback, journal)
-    hangs = HangWatch(
-        run,
-        before_exit=ending.end_process,
-        still_training=departure.still_training,
-        over=departure.forget,
-        counts_attempts=lambda: attempts.record is not None,
-        leave_state=last_step.leave,
-    )
-    for remedies in (
-        NumericsRemedies(run),
-        memory,
-        quarantine,
-        LastResorts(run, attempts, ending, last_step),
-    ):
+    run.add(run.numerics, memory, quarantine, Attempts(run), LastStep(run), SaveHealer(run))
+    run.add(Preemption(run))
+    ending = RunEnding(run)
+    run.add(ending, HangWatch(run, ending))
+    for remedies in (NumericsRemedies(run), memory, quarantine, ending):
         run.remedies.offer(remedies.table())
-    run.add(memory, quarantine, attempts, departure, ending, last_step, hangs, SaveHealer(run))
     return run
 
 
@@ -114,7 +98,9 @@ def load_state(run: Run, state: Mapping[str, Any]) -> None:
     numerics, reduced = run.part(NumericsState), state.get("rate_after_reduction")
     numerics.rate_after_reduction = reduced if isinstance(reduced, float) else None
     if not run.part(Attempts).taken_up:
-        run.outcomes.load_state_dict(state)
+        # What an earlier version has written may be of another kind.
+        with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):
+            run.outcomes.load_state_dict(state)
     for name, part in _parts_with_state(run).items():
         # Written by an earlier version of the library, or with other settings.
         if name in state and not take_over_whole(part, state[name]):

@@ -48,8 +48,8 @@ from .numerics.state import NumericsState
 from .oom.healer import MemoryHealer
 from .restarts.attempts import Attempts, continue_bookkeeping
 from .restarts.emergency import bookkeeping_now, leave_evaluation
-from .restarts.ending import RunEnding, switch_off_next_time, write_down_lost_device
-from .restarts.preemption import Departure
+from .restarts.ending import RunEnding, switch_off_next_time
+from .restarts.preemption import Preemption
 from .restarts.shared_memory import LastStep
 from .saves import SaveHealer
 from .services import Reporting, ServiceCalls
@@ -76,7 +76,6 @@ def enter(
     rules: Sequence[MetricRule],
     resumed_from: str | None,
     saved: Mapping[str, Any] | None,
-    wrapped: bool,
 ) -> None:
     """Attaches a run to its trainer for one `train()` call, after a look at what it would go on with."""
     before = run.attached
@@ -93,17 +92,17 @@ def enter(
     # What a checkpoint holds was trained, by us or by somebody else; a run that is entered again goes on.
     instrument.optimizer_step.weights_moved |= moved
     _take_in(run, rules, resumed_from, saved)
-    first = run.part(Attempts).in_first_entry
+    first = run.part(Attempts).entries == 1
     finite = not first or refuse_nonfinite_weights(run, resumed_from)
     if first:
-        if not wrapped and resumed_from is not None:
+        if not run.wrapped and resumed_from is not None:
             # The wrapper has looked before the Trainer loaded anything.
             refuse_damaged_checkpoint(run, Path(resumed_from))
         tell_of_offloaded(instrument)
-    _attach(run, first, wrapped)
+    _attach(run, first)
     _go_on(run, first, resumed_from, finite)
     if first:
-        tell_start(run, instrument, wrapped)
+        tell_start(run, instrument)
 
 
 def _take_in(run: Run, rules: Sequence[MetricRule], resumed_from: str | None, saved: Mapping[str, Any] | None) -> None:
@@ -111,7 +110,7 @@ def _take_in(run: Run, rules: Sequence[MetricRule], resumed_from: str | None, sa
     attempts, numerics, instrument = run.part(Attempts), run.part(NumericsState), run.instrument
     state = run.trainer.state
     step = int(state.global_step)
-    if not attempts.entered:
+    if not attempts.entries:
         if not attempts.taken_up:
             run.journal.set_aside_postmortem()
         numerics.begin_watching(instrument, rules)
@@ -128,10 +127,10 @@ def _take_in(run: Run, rules: Sequence[MetricRule], resumed_from: str | None, sa
     attempts.enter()
 
 
-def _attach(run: Run, first: bool, wrapped: bool) -> None:
+def _attach(run: Run, first: bool) -> None:
     """Attaches the instrument, and then what goes around it: what is attached later is called first."""
     instrument, closing = run.instrument, ClosingReport(run)
-    if not wrapped:
+    if not run.wrapped:
         # Last of all: what is taken off first may still write something down.
         instrument.on_detach.insert(0, closing.write)
     instrument.attach()
@@ -146,7 +145,7 @@ def _attach(run: Run, first: bool, wrapped: bool) -> None:
         may_be_loaded,
         partial(tell_of_best_model, run),
     )
-    if wrapped:
+    if run.wrapped:
         return
     # The wrapper guards trackers and Hub from before `train()` to its very end.
     reporting = Reporting(run)
@@ -155,8 +154,8 @@ def _attach(run: Run, first: bool, wrapped: bool) -> None:
     instrument.on_detach.append(guard.detach)
     guard.attach()
     if run.config.on_preemption == "save":
-        run.part(Departure).preemption.listen()
-        instrument.on_detach.append(run.part(Departure).preemption.release)
+        run.part(Preemption).listen()
+        instrument.on_detach.append(run.part(Preemption).release)
 
 
 def _go_on(run: Run, first: bool, resumed_from: str | None, finite: bool) -> None:
@@ -164,7 +163,7 @@ def _go_on(run: Run, first: bool, resumed_from: str | None, finite: bool) -> Non
     attempts, numerics, instrument = run.part(Attempts), run.part(NumericsState), run.instrument
     args, state, rules = run.trainer.args, run.trainer.state, numerics.rules
     step, max_steps = int(state.global_step), int(state.max_steps)
-    continue_bookkeeping(run, attempts, instrument, resumed_from, step)
+    continue_bookkeeping(run, instrument, resumed_from, step)
     run.journal.event(
         "run_started",
         step,
@@ -190,7 +189,7 @@ def _go_on(run: Run, first: bool, resumed_from: str | None, finite: bool) -> Non
     if resumed_from is not None and first:
         warn_about_the_rate(instrument, on_disk)
     run.rollback.begin(instrument, not numerics.warm, on_disk, finite)
-    run.part(LastStep).begin()
+    run.part(LastStep).left = False
     if instrument.view.only_watched is not None:
         logger.warning("%s; steps are watched, but not healed.", instrument.view.only_watched)
 
@@ -349,7 +348,7 @@ def heal_the_last_step(run: Run) -> None:
 
 def end_run(run: Run, instrument: Instrument, step: int) -> None:
     """Closes what is open, and gives the trainer back as it was."""
-    args, leaves = instrument.trainer.args, run.part(Departure).begun
+    args, leaves = instrument.trainer.args, run.part(Preemption).begun
     healers = run.healers
     run.part(NumericsState).close_outcomes(unfollowed="resolved")
     healers.run_ends(step)
@@ -379,7 +378,7 @@ def end_run(run: Run, instrument: Instrument, step: int) -> None:
     if not leaves:
         run.checksums.wait()
     elif run.part(Attempts).record is None and step < instrument.trainer.state.max_steps:
-        run.part(Departure).leave(step, str(args.output_dir))
+        run.part(Preemption).leave(step, str(args.output_dir))
 
 
 def tell_of_best_model(run: Run, best: str, choice: BestChoice) -> None:
@@ -491,7 +490,7 @@ def stop_speaking(run: Run, left_by: BaseException | None) -> None:
 
 
 @_contained
-def tell_start(run: Run, instrument: Instrument, wrapped: bool) -> None:
+def tell_start(run: Run, instrument: Instrument) -> None:
     """Says what is healed in a run, what is not, and where its journal is."""
     if run.journal.rank != 0:
         return
@@ -502,7 +501,7 @@ def tell_start(run: Run, instrument: Instrument, wrapped: bool) -> None:
         value = getattr(config, setting)
         if value not in heals:
             off.append(f"{what} ({setting}={value!r})")
-        elif where == "wrapper" and not wrapped:
+        elif where == "wrapper" and not run.wrapped:
             needs_wrapper.append(what)
         elif where != "steps" or view.can_reexecute:
             healed.append(what)
@@ -645,11 +644,19 @@ class RunEvents(Healer):
     def device_lost(self, error: BaseException) -> None:
         # First, so that the postmortem has the ranks in it.
         self._run.part(HangWatch).left_by(error)
-        write_down_lost_device(self._run.part(RunEnding), error)
+        self._run.part(RunEnding).note_lost_device(error)
 
     def left_by(self, error: BaseException) -> None:
+        run, status = self._run, self._run.part(Attempts).status
         # The wrapper's outlives the call, and speaks of what becomes of the exception.
-        stop_speaking(self._run, error)
+        stop_speaking(run, error)
+        if run.wrapped:
+            return
+        if status is not None and not run.broken:
+            status.end(RunState.STOPPED, run.step, describe_exception(error))
+        if run.attached is not None:
+            # Nothing else says that `train()` is over.
+            run.attached.detach()
 
     def broken(self, error: Exception) -> None:
         run = self._run

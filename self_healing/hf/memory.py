@@ -193,14 +193,6 @@ class CannotReduce(Exception):
     """Raised where a smaller batch would change what is trained; the message says why."""
 
 
-def rows_per_step(trainer: Any) -> int:
-    """Counts the rows of one optimizer step, on all processes together."""
-    args, layout = trainer.args, getattr(trainer.accelerator, "parallelism_config", None)
-    # Those that share the rows of one, as under tensor parallelism.
-    sharing = 1 if layout is None else int(layout.non_data_parallel_size)
-    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size // sharing)
-
-
 def smaller_batch(trainer: Any, objective: str, refused: str = "") -> BatchPlan:
     """Finds the next smaller size, by the smallest factor that divides it."""
     args = trainer.args

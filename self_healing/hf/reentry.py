@@ -366,8 +366,6 @@ class Leaving:
         self._position = position
         self._window = window
         self._theirs: tuple[Any, Any] | None = None
-        # What the ranks have said of it in the vote of the step; 0 on one process.
-        self.wishes = 0.0
         # Whether the run ends with the step that is under way.
         self.begun = False
         # Whether the evaluation that was due is left to the process that continues the run.
@@ -377,8 +375,7 @@ class Leaving:
         """Whether the run ends with this step, because some process (`asked`: this one) has to leave."""
         if self._view.world_size > 1:
             window = self._window()
-            self.wishes = 0.0 if window is None else window.leave_wanted
-            asked = self.wishes > 0
+            asked = window is not None and window.leave_wanted
         if self._view.last_step_done:
             # Only the end of the run is left, with the last evaluation and the best model: it is not cut short.
             return False

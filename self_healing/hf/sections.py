@@ -142,11 +142,6 @@ class Heartbeat:
         """Lets a part take these seconds each time, whatever it usually takes."""
         self._section(name).allowed = seconds
 
-    def has_taken(self, name: str, seconds: float) -> None:
-        """Notes how long an earlier process has waited for a part, which may take twice that here."""
-        section = self._section(name)
-        section.longest_at_first = max(section.longest_at_first, seconds)
-
     def start_over(self, section: Section | None = None) -> None:
         """Counts the time from now on; what has passed says nothing about how long the part takes."""
         current, _, beats = self.last
@@ -163,15 +158,6 @@ class Heartbeat:
             with self._lock:
                 self._pauses -= 1
             self.start_over()
-
-    def pausing(self, wait: Callable[[float], None]) -> Callable[[float], None]:
-        """Wraps a function that waits for some seconds, so that it counts as [`paused`]."""
-
-        def wait_on_purpose(seconds: float) -> None:
-            with self.paused():
-                wait(seconds)
-
-        return wait_on_purpose
 
     # ---- the thread that watches ----
 

@@ -48,8 +48,7 @@ class StepRecord:
         self.start: Bookkeeping | None = None
         self.losses: list[torch.Tensor] = []
         self.grad_norm: Any = None
-        self.stop_wanted = self.rollback_wanted = self.has_news = False
-        self.leave_wanted = 0.0
+        self.stop_wanted = self.rollback_wanted = self.has_news = self.leave_wanted = False
         # Whether weights that are kept on several ranks were not the same on all of them.
         self.apart = False
         self.prepared: dict[int, Any] = {}
@@ -124,7 +123,7 @@ class StepRecord:
         self,
         stop: bool = False,
         roll_back: bool = False,
-        leave: float = 0,
+        leave: bool = False,
         news: bool = False,
         digest: Callable[[], torch.Tensor] | None = None,
     ) -> StepSignals:
@@ -142,8 +141,7 @@ class StepRecord:
                 raise _rank_failed(found)
             loss, norm, *rest = found[:_FAILED]
             self.apart = are_apart(rest[:DIGEST_PARTS])
-            *ballots, leave = rest[DIGEST_PARTS:]
-            stop, roll_back, news = (vote > 0 for vote in ballots)
+            stop, roll_back, news, leave = (vote > 0 for vote in rest[DIGEST_PARTS:])
         self.stop_wanted, self.rollback_wanted, self.has_news = stop, roll_back, news
         # Numbers that are taken a second time carry no wish, and do not take one back.
         self.leave_wanted = self.leave_wanted or leave

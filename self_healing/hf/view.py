@@ -99,11 +99,6 @@ class TrainerView:
         return self.can_reexecute and not self.has_flat_parameters and not (zero is not None and zero.offloads)
 
     @property
-    def steps_alone(self) -> bool:
-        """Whether the update of a step needs no other rank."""
-        return not (self.sharded or self.under_deepspeed)
-
-    @property
     def can_scale_rate(self) -> bool:
         """Whether the optimizer has learning rates that can be set: Adafactor with `relative_step` has none."""
         groups = getattr(innermost(self._trainer.optimizer), "param_groups", [])

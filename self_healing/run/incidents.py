@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
+import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from ..failures.classify import classify_exception
 from ..failures.recipes import Action, Cause, DamagedCheckpointError, FailureType
@@ -24,19 +24,18 @@ from ..system.files import jsonable
 _ENDS_THE_PROCESS = frozenset({FailureType.PREEMPTED, FailureType.INTERRUPTED, FailureType.DEVICE})
 
 
+@dataclass(eq=False, slots=True)
 class OpenIncident:
     """
     One incident while it is dealt with: its clock runs, and no way out of a `with` block leaves it without an outcome.
     """
 
-    __slots__ = ("_journal", "_outcomes", "_since", "_told", "_waits", "incident")
-
-    def __init__(self, journal: Journal, outcomes: Outcomes, incident: Incident) -> None:
-        self.incident = incident
-        self._journal = journal
-        self._outcomes = outcomes
-        self._since: float | None = time.perf_counter()
-        self._waits = self._told = False
+    _journal: Journal
+    _outcomes: Outcomes
+    incident: Incident
+    _since: float | None = field(default_factory=time.perf_counter)
+    _waits: bool = False
+    _told: bool = False
 
     def diagnosed(self, failure: FailureType, cause: str, evidence: Mapping[str, Any] | None = None) -> None:
         """Records what it is."""
@@ -117,22 +116,11 @@ class _Awaited:
     @property
     def typical(self) -> float | None:
         """Median of the losses since."""
-        return sorted(self.after)[len(self.after) // 2] if self.after else None
+        return statistics.median_high(self.after) if self.after else None
 
 
 # Healthy steps after an incident before its outcome is judged.
 OUTCOME_STEPS = 5
-
-
-class Baseline(Protocol):
-    """Knows which losses are usual for the run."""
-
-    def trend(self) -> tuple[float, float] | None:
-        """Median and scale of the losses before now; `None` before there are enough."""
-
-    @property
-    def early_limit(self) -> float:
-        """The loss that is no worse than those the run began with."""
 
 
 class Outcomes:
@@ -140,7 +128,8 @@ class Outcomes:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self.baseline: Baseline | None = None
+        # Knows which losses are usual for the run: its `NumericsState`.
+        self.baseline: Any = None
         self._awaited: list[_Awaited] = []
         # After these the run went back, and it is not known yet whether that helped.
         self._went_back_for: set[str] = set()
@@ -267,20 +256,14 @@ class Outcomes:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
         Takes in what a run that is resumed without its record knew: what its incidents come to, and those that are
-        still to be judged, as far as they can be read.
+        still to be judged.
         """
-        totals, entries = state.get("totals"), state.get("awaited")
-        if isinstance(totals, Mapping):
-            self._journal.earlier = {name: value for name, value in totals.items() if isinstance(value, int | float)}
-        for entry in entries if isinstance(entries, list) else ():
-            with contextlib.suppress(LookupError, TypeError, ValueError):
-                self._wait_again(*entry)
-
-    def _wait_again(self, entry: Mapping[str, Any], trend: Sequence[float] | None, after: Sequence[float]) -> None:
-        incident = Incident.from_dict(entry)
-        self._awaited.append(_Awaited(incident, None if trend is None else (trend[0], trend[1]), list(after)))
-        self._journal.incidents.append(incident)
-        self._note_rollback(incident)
+        self._journal.earlier = dict(state.get("totals", {}))
+        for entry, trend, after in state.get("awaited", []):
+            incident = Incident.from_dict(entry)
+            self._awaited.append(_Awaited(incident, None if trend is None else (trend[0], trend[1]), list(after)))
+            self._journal.incidents.append(incident)
+            self._note_rollback(incident)
 
 
 def _came_back(earlier: Incident, later: Incident) -> bool:

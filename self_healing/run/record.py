@@ -11,14 +11,13 @@ import threading
 import time
 import uuid
 from collections import Counter
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
 from ..journal.incident import Incident
-from ..system.files import jsonable, matches, replace_file
+from ..system.files import jsonable, replace_file
 from ..system.processes import Process
 
 
@@ -39,10 +38,8 @@ SCHEMA_VERSION = 1
 _KEPT_ATTEMPTS = 50
 
 
-# What a record says, each with a value of its kind.
-_EMPTY: dict[str, Any] = {"run": "", "attempts": [], "incidents": [], "memory": {}, "postmortem": None}
-_INCIDENT = Incident("", 0, "").to_dict()
-
+# The training thread, and one that is about to end the process, may want to write at the same time.
+WRITING = threading.RLock()
 
 # Of this process and not of one run: how often training into a directory has begun in it.
 _CALLS: Counter[str] = Counter()
@@ -86,10 +83,6 @@ class Attempt:
     job: str = ""
     agent: str = ""
     process_began: float = 0.0
-    rows: int = 0
-
-
-_ATTEMPT = asdict(Attempt(0, 0, "", 0.0))
 
 
 @dataclass(slots=True)
@@ -102,20 +95,6 @@ class RunRecord:
     incidents: list[dict[str, Any]] = field(default_factory=list)
     recovery_state: dict[str, Any] = field(default_factory=dict)
     postmortem: str | None = None
-    kept: bool = True
-    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
-    _mark: ProgressMark | None = None
-    _failed: bool = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Told to other processes: what is open here stays here."""
-        kept = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in kept.items() if name not in ("_lock", "_mark")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
-        self._lock, self._mark = threading.RLock(), None
 
     # ---- reading ----
 
@@ -132,35 +111,21 @@ class RunRecord:
         if not record.attempts:
             # Killed before it had begun.
             return None
-        record._take_in_progress()
+        mark = read_mark(directory)
+        if mark is not None and mark[0] == record.newest.number:
+            # A process that was killed left its last step where no write was needed for it.
+            record.newest.last_step = max(record.newest.last_step, mark[1])
         return record
 
     @classmethod
     def _from(cls, directory: Path, content: Any) -> Self:
-        if not matches(_EMPTY, content) or content.get("schema") != SCHEMA_VERSION:
+        if content["schema"] != SCHEMA_VERSION:
             raise ValueError(f"it is not of schema {SCHEMA_VERSION}")
-        for name, template in (("attempts", _ATTEMPT), ("incidents", _INCIDENT)):
-            if not all(matches(template, each) for each in content[name]):
-                raise ValueError(f"its {name} are not known")
-        incidents = content["incidents"]
-        for each in incidents:
+        attempts = [Attempt(**each | {"ending": Ending(each["ending"])}) for each in content["attempts"]]
+        for each in content["incidents"]:
             # Those that can be taken up.
             Incident.from_dict(each)
-        attempts = [Attempt(**each | {"ending": Ending(each["ending"])}) for each in content["attempts"]]
-        return cls(directory, content["run"], attempts, incidents, content["memory"], content["postmortem"])
-
-    @staticmethod
-    def set_aside(directory: Path) -> None:
-        """Renames a record that cannot be read, so that the run goes on with another one."""
-        path = directory / RECORD_FILE
-        with suppress(OSError):
-            path.replace(path.with_name(f"{RECORD_FILE}.unreadable"))
-
-    def _take_in_progress(self) -> None:
-        """A process that was killed left its last step where no write was needed for it."""
-        mark = read_mark(self.directory)
-        if mark is not None and self.attempts and mark[0] == self.newest.number:
-            self.newest.last_step = max(self.newest.last_step, mark[1])
+        return cls(directory, content["run"], attempts, content["incidents"], content["memory"], content["postmortem"])
 
     @property
     def newest(self) -> Attempt:
@@ -173,12 +138,11 @@ class RunRecord:
 
     # ---- writing ----
 
-    def begin_attempt(
-        self, resumed_from: str | None, first_step: int, marks: bool = True, job: str = "", agent: str = ""
-    ) -> Attempt:
+    def begin_attempt(self, resumed_from: str | None, first_step: int, job: str = "", agent: str = "") -> Attempt:
         """A process begins its part."""
         number = self.newest.number + 1 if self.attempts else 1
         process = Process.this_one()
+        _CALLS[os.path.abspath(self.directory)] += 1
         attempt = Attempt(
             number,
             process.pid,
@@ -187,38 +151,16 @@ class RunRecord:
             resumed_from,
             first_step,
             first_step,
+            call=_CALLS[os.path.abspath(self.directory)],
             job=job,
             agent=agent,
             process_began=process.began,
         )
-        _CALLS[os.path.abspath(self.directory)] += 1
-        attempt.call = _CALLS[os.path.abspath(self.directory)]
         self.attempts = [*self.attempts, attempt][-_KEPT_ATTEMPTS:]
-        if marks and self.kept:
-            self._open_mark()
-            self.note_step(first_step)
         return attempt
 
-    def note_step(self, step: int) -> None:
-        """Marks the step that a killed process leaves."""
-        if self._mark is not None:
-            self._mark.note_step(self.newest.number, step)
-
-    def end_attempt(self, ending: Ending, why: str, step: int) -> None:
-        """This process's part is over."""
-        self.newest.ending, self.newest.why = ending, why
-        self.newest.last_step = max(self.newest.last_step, step)
-
     def write(self) -> None:
-        """Writes the record, whole or not at all. What the file system refuses is told once and stops nothing."""
-        if not self.kept:
-            return
-        # The training thread, and one that is about to end the process, may want to at the same time: what is written
-        # last is what was last known.
-        with self._lock:
-            self._write(self.directory / RECORD_FILE)
-
-    def _write(self, path: Path) -> None:
+        """Writes the record, whole or not at all. What the file system refuses stops nothing."""
         content = {
             "schema": SCHEMA_VERSION,
             "time": time.time(),
@@ -229,34 +171,17 @@ class RunRecord:
             "memory": self.recovery_state,
             "postmortem": self.postmortem,
         }
+        path = self.directory / RECORD_FILE
         try:
-            replace_file(path, json.dumps(jsonable(content), indent=1) + "\n", sync=True)
+            with WRITING:
+                replace_file(path, json.dumps(jsonable(content), indent=1) + "\n", sync=True)
         except OSError as error:
-            if not self._failed:
-                self._failed = True
-                logger.warning(
-                    "%s could not be written (%s): a restart will not know of budgets and earlier attempts.",
-                    path,
-                    error,
-                )
-
-    def close(self) -> None:
-        """Lets go of the mark."""
-        if self._mark is not None:
-            self._mark.close()
-            self._mark = None
+            text = "%s could not be written (%s): a restart will not know of budgets and earlier attempts."
+            logger.warning(text, path, error)
 
     def describe_attempts(self) -> list[dict[str, Any]]:
         """All attempts as JSON."""
         return [asdict(attempt) for attempt in self.attempts]
-
-    def _open_mark(self) -> None:
-        try:
-            self._mark = ProgressMark(self.directory)
-        except OSError as error:
-            logger.warning(
-                "%s cannot be kept (%s): after a kill, the step it came to will not be known.", PROGRESS_FILE, error
-            )
 
 
 # ---- progress mark: how far a process has come, on disk after each step, for whoever finds it killed ----
@@ -265,8 +190,6 @@ class RunRecord:
 PROGRESS_FILE = "healing_progress.bin"
 # Attempt (0 without a record) and optimizer steps finished, little endian.
 _MARK = struct.Struct("<qq")
-# Of the training time, that marking may take.
-_SHARE = 0.01
 
 
 class ProgressMark:
@@ -275,21 +198,15 @@ class ProgressMark:
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._file: int | None = os.open(directory / PROGRESS_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-        self._next = 0.0
-        self._last_took = 0.0
 
     def note_step(self, attempt: int, step: int) -> None:
         """Marks the attempt, and the optimizer steps finished."""
-        now = time.perf_counter()
-        if self._file is None or now < self._next:
+        if self._file is None:
             return
         try:
             os.pwrite(self._file, _MARK.pack(attempt, step), 0)
         except OSError:
             self.close()
-        took = time.perf_counter() - now
-        # A disk is slow twice in a row. One slow write is a machine that had something else to do.
-        self._next, self._last_took = now + min(took, self._last_took) / _SHARE, took
 
     def close(self) -> None:
         """Lets go of the file, which stays."""

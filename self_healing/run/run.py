@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -48,11 +49,12 @@ class Run:
     budget: RecoveryBudget
     ranks: OtherRanks
     heartbeat: Heartbeat
-    # Waits some seconds, or until the process is asked to leave.
-    sleep: Callable[[float], None]
-    # What this process says of that in the vote of a step; 0 if it was not asked.
-    leave_asked: Callable[[], int]
-    may_enter_again: bool
+    # What heals numbers has learned, its `NumericsState`: other families do not import that.
+    numerics: Any = None
+    # Whether `train()` of the wrapper is what trains.
+    wrapped: bool = False
+    # How the user wants waits between attempts to be done.
+    own_sleep: Callable[[float], None] | None = None
     started_at: float = field(default_factory=time.time)
     checksums: ChecksumQueue = field(default_factory=ChecksumQueue)
     news: News = field(default_factory=lambda: News())
@@ -67,6 +69,8 @@ class Run:
     # Code of ours has failed: training goes on without it.
     broken: bool = False
     device_lost: bool = False
+    # The signal that has asked this process to leave.
+    asked_to_leave: signal.Signals | None = None
     # What the end of the run says beside its incidents.
     verdict: str = ""
     doubtful: bool = False
@@ -94,6 +98,21 @@ class Run:
             raise RuntimeError("the callback is not attached to a running trainer")
         return self.attached
 
+    @property
+    def may_enter_again(self) -> bool:
+        """Whether an exception that leaves `train()` may be healed by entering it again."""
+        return self.wrapped and processes.world_size() == 1
+
+    def sleep(self, seconds: float) -> None:
+        """Waits on purpose, until this process is asked to leave."""
+        ends = time.monotonic() + seconds
+        with self.heartbeat.paused():
+            if self.own_sleep is not None:
+                self.own_sleep(seconds)
+                return
+            while self.asked_to_leave is None and (left := ends - time.monotonic()) > 0:
+                time.sleep(min(left, 0.5))
+
     def incident(
         self, step: int, symptom: str, evidence: Mapping[str, Any], severity: Severity | None = None
     ) -> OpenIncident:
@@ -112,15 +131,15 @@ class Run:
 REFUND_STEPS = 50
 
 
+@dataclass(slots=True)
 class RecoveryBudget:
     """
     Counts how often a run was brought back, in memory or by entering `train()` again, since it last made progress.
     """
 
-    def __init__(self, config: HealingConfig) -> None:
-        self.config = config
-        self.used = 0
-        self.failed_at = -1
+    config: HealingConfig
+    used: int = 0
+    failed_at: int = -1
 
     def refunds(self, step: int) -> bool:
         """Whether the run has got far enough beyond the last failure for its attempts to be given back."""
@@ -152,15 +171,15 @@ NEWS = "news of the ranks"
 Record = Mapping[str, Any]
 
 
+@dataclass(slots=True)
 class News:
     """
     Tells all ranks what one of them has learned: rows and samples that are not to be used, sizes that do not fit,
     incidents of its own.
     """
 
-    def __init__(self) -> None:
-        self._untold: list[tuple[str, Callable[[], Record]]] = []
-        self._takers: dict[str, Callable[[int, Record], None]] = {}
+    _untold: list[tuple[str, Callable[[], Record]]] = field(default_factory=list)
+    _takers: dict[str, Callable[[int, Record], None]] = field(default_factory=dict)
 
     @property
     def waiting(self) -> bool:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import os
 import socket
-import threading
+import textwrap
 import time
-import weakref
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ..system.files import matches, replace_file
+from ..system.files import replace_file
 from ..system.processes import Process, State, state_of
-from .record import PROGRESS_FILE, Ending, ProgressMark, read_mark
+from .record import PROGRESS_FILE, WRITING, Ending, ProgressMark, read_mark
 
 
 logger = logging.getLogger("self_healing")
@@ -86,24 +84,6 @@ class RunStatus:
         return told if told.endswith((".", "!", "?")) else f"{told}."
 
 
-def _cut(line: str) -> str:
-    """Shortens a line to whole words, and shows that there was more."""
-    if len(line) <= _LONGEST:
-        return line
-    kept = line[: _LONGEST - 4]
-    return f"{kept[: kept.rfind(' ')] if ' ' in kept else kept} ..."
-
-
-def is_moment(seconds: float) -> bool:
-    """Whether it can be a moment, in seconds since the epoch."""
-    # The year 5138: calendars end somewhere after it, each platform's somewhere else.
-    return 0 <= seconds < 1e11
-
-
-# A value of the kind of each field.
-_KINDS = asdict(RunStatus("", "", 0, 0, "", 0.0)) | {"state": None}
-
-
 def read_status(directory: Path) -> RunStatus | None:
     """Reads the status of the newest run into an `output_dir`; `None` if nothing that can be read is written down."""
     try:
@@ -112,8 +92,6 @@ def read_status(directory: Path) -> RunStatus | None:
         status = RunStatus(**{key: value for key, value in content.items() if key in known})
         status = replace(status, state=RunState(status.state))
     except (OSError, ValueError, TypeError, AttributeError):
-        return None
-    if not matches(_KINDS, asdict(status)) or not all(map(is_moment, (status.began, status.since))):
         return None
     if status.over:
         return status
@@ -124,12 +102,9 @@ def read_status(directory: Path) -> RunStatus | None:
 def _progress_in(directory: Path, status: RunStatus) -> tuple[int, float]:
     """The step a process came to, which it leaves where no write is needed for it, and when."""
     mark = read_mark(directory)
-    try:
-        seen = (directory / PROGRESS_FILE).stat().st_mtime
-    except OSError:
-        mark = None
     if mark is None:
         return status.step, status.since
+    seen = (directory / PROGRESS_FILE).stat().st_mtime
     # Of an earlier run, if it is older.
     return (max(mark[1], status.step), seen) if seen >= status.since - 1 else (status.step, status.since)
 
@@ -142,92 +117,63 @@ def looked_up(status: RunStatus) -> RunState:
     return {State.GONE: RunState.DIED, State.UNKNOWN: RunState.UNKNOWN}.get(found, RunState.RUNNING)
 
 
-@dataclass(slots=True, weakref_slot=True)
+@dataclass(slots=True)
 class StatusKeeper:
-    """Keeps the status of a run up to date."""
+    """Keeps the status of a run up to date, and the mark of how far it has come."""
 
     directory: Path
     status: RunStatus | None = None
-    _mark: ProgressMark | None = field(default=None, repr=False)
-    _failed: bool = False
-    # The training thread, and one that is about to end the process, may want to write at the same time.
-    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    _attempt: int = 0
+    _mark: ProgressMark | None = None
 
-    def begin(self, run: str, journal: Path, step: int, max_steps: int, marks: bool) -> None:
+    def begin(self, run: str, journal: Path, step: int, max_steps: int, attempt: int) -> None:
         """`train()` is entered."""
-        now = time.time()
+        now, process, host = time.time(), Process.this_one(), socket.gethostname()
         try:
             where = os.path.relpath(journal, self.directory)
         except ValueError:
             # On another drive.
             where = os.path.abspath(journal)
-        first = self.status is None
-        process = Process.this_one()
+        self._attempt = attempt
         self.status = RunStatus(
-            run,
-            where,
-            max_steps,
-            process.pid,
-            socket.gethostname(),
-            now,
-            step=step,
-            since=now,
-            process_began=process.began,
+            run, where, max_steps, process.pid, host, now, step=step, since=now, process_began=process.began
         )
         self._write()
-        if marks and self._mark is None:
-            self._open_mark()
-        if first:
-            at_exit = weakref.WeakMethod(self._at_exit)
-            atexit.register(lambda: (method := at_exit()) and method())
+        if self._mark is None:
+            try:
+                self._mark = ProgressMark(self.directory)
+            except OSError as error:
+                text = "%s cannot be kept (%s): after a kill, the step it came to will not be known."
+                logger.warning(text, PROGRESS_FILE, error)
+        self.note_step(step)
 
     def note_step(self, step: int) -> None:
         """Marks the step the run is at."""
         if self._mark is not None:
-            # Without a record there are no attempts.
-            self._mark.note_step(0, step)
+            self._mark.note_step(self._attempt, step)
 
     def end(self, state: RunState, step: int, why: str = "") -> None:
         """The run is over for this process; what was written first counts."""
-        lines = why.strip().splitlines()
-        why = _cut(lines[0]) if lines else ""
-        with self._lock:
+        why = textwrap.shorten((why.strip().splitlines() or [""])[0], _LONGEST, placeholder=" ...")
+        with WRITING:
             if self.status is None or self.status.over:
                 return
             self.status = replace(self.status, state=state, step=step, since=time.time(), why=why)
             self._write()
-            if self._mark is not None:
-                self._mark.close()
-                self._mark = None
+        if self._mark is not None:
+            self._mark.close()
+            self._mark = None
 
     def end_attempt(self, ending: Ending, step: int, why: str) -> None:
         """The same, of a run whose record is kept."""
         self.end(_STATES.get(ending, RunState.STOPPED), step, "" if ending is Ending.FINISHED else why)
 
-    def _at_exit(self) -> None:
-        # Of the process that trains, not of one it has forked.
-        if self.status is not None and self.status.pid == os.getpid():
-            step, _ = _progress_in(self.directory, self.status)
-            self.end(RunState.STOPPED, step, "the process ended")
-
     def _write(self) -> None:
-        if self.status is None:
-            return
+        assert self.status is not None
+        content: dict[str, Any] = {"schema": SCHEMA_VERSION, **asdict(self.status)}
         try:
-            content: dict[str, Any] = {"schema": SCHEMA_VERSION, **asdict(self.status)}
-            replace_file(self.directory / STATUS_FILE, json.dumps(content, indent=1) + "\n")
+            with WRITING:
+                replace_file(self.directory / STATUS_FILE, json.dumps(content, indent=1) + "\n")
         except OSError as error:
-            self._tell(STATUS_FILE, error)
-
-    def _open_mark(self) -> None:
-        try:
-            self._mark = ProgressMark(self.directory)
-        except OSError as error:
-            self._tell(PROGRESS_FILE, error)
-
-    def _tell(self, name: str, error: OSError) -> None:
-        if not self._failed:
-            self._failed = True
-            logger.warning(
-                "%s could not be written (%s): `self-healing report` will not know how far the run came.", name, error
-            )
+            text = "%s could not be written (%s): `self-healing report` will not know how far the run came."
+            logger.warning(text, STATUS_FILE, error)

@@ -20,8 +20,8 @@ from self_healing.failures.recipes import FailureType
 from self_healing.healers.assembly import assemble, load_state, state_of
 from self_healing.healers.numerics.state import NumericsState
 from self_healing.healers.restarts.attempts import Attempts
-from self_healing.healers.restarts.start import start_of, still_alive
-from self_healing.run.record import RECORD_FILE, Ending, RunRecord, UnreadableRecordError
+from self_healing.healers.restarts.start import start_of
+from self_healing.run.record import RECORD_FILE, Ending, RunRecord
 from self_healing.run.run import Run
 from self_healing.system.processes import launch_of
 
@@ -96,11 +96,10 @@ def taken_up(directory: Path, content: Any) -> Run:
     (directory / RECORD_FILE).write_text(json.dumps(content))
     record = RunRecord.read(directory)
     assert record is not None
-    start = start_of(None, record, launch_of(), taken_up=False, requested="auto")
+    start = start_of(None, 0, record, launch_of(), taken_up=False, requested="auto")
     assert start.record is record
     assert start.spends in (True, False)
     assert start.steps_to_repeat >= 0
-    assert still_alive(record.newest) in (True, False)
     run = assemble(HealingConfig(), directory, run_id=record.run)
     run.part(Attempts).keep(record, taken_up=True)
     run.budget.spend(6)
@@ -112,23 +111,6 @@ def taken_up(directory: Path, content: Any) -> Run:
     run.part(NumericsState).close_outcomes()
     run.part(Attempts).end(Ending.FINISHED)
     return run
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
-def test_no_damage_to_a_record_stops_a_start(
-    tmp_path: Path, record: dict[str, Any], seed: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, content in damages(record, seed):
-        caplog.clear()
-        try:
-            run = taken_up(tmp_path, content)
-        except UnreadableRecordError:
-            # It is set aside.
-            continue
-        except Exception as error:
-            raise AssertionError(name) from error
-        if not name.startswith("memory"):
-            assert run.part(NumericsState).ladder.state_dict()["climbed"] == {"divergence": 3}, name
 
 
 def test_a_whole_record_is_used_without_a_word(

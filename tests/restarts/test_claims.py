@@ -72,7 +72,7 @@ def test_an_incident_that_waits_claims_whatever_exception_left_training() -> Non
 
 def made_up_run(directory: Path, **settings: Any) -> Any:
     config = HealingConfig(api_retry_attempts=2, api_retry_base_delay=0.01, **settings)
-    return assemble(config, directory, sleep=lambda seconds: None, may_enter_again=True)
+    return assemble(config, directory, sleep=lambda seconds: None, wrapped=True)
 
 
 def fail() -> None:

@@ -16,18 +16,18 @@ from self_healing.checkpoints.marker import write_marker
 from self_healing.healers.assembly import assemble
 from self_healing.healers.restarts import ending, preemption
 from self_healing.healers.restarts.attempts import Attempts
-from self_healing.healers.restarts.ending import RunEnding, leave_lost_device, write_down_lost_device
-from self_healing.healers.restarts.preemption import Departure
+from self_healing.healers.restarts.ending import RunEnding
+from self_healing.healers.restarts.preemption import Preemption
 from self_healing.hf.trainer_state import ResumePoint
 from self_healing.ranks.messages import Failure
 from self_healing.run.record import Attempt, Ending, RunRecord
 from self_healing.run.run import Run
-from self_healing.run.status import RunState, StatusKeeper, read_status
+from self_healing.run.status import RunState, read_status
 
 
 def process(directory: Path, step: int = 6, recorded: bool = True, rank: int = 0, **settings: Any) -> Run:
     """A process that has come to a step of a run."""
-    run = assemble(HealingConfig(**settings), directory, rank, run_id="run")
+    run = assemble(HealingConfig(**settings), directory, rank, run_id="run", wrapped=recorded)
     if recorded:
         run.part(Attempts).keep(RunRecord(directory, "run"), taken_up=False)
         run.part(Attempts).begin(None, 0)
@@ -118,12 +118,12 @@ def older(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bool]]:
 class TestAProcessThatIsAskedToLeave:
     def leave(self, run: Run, step: int = 6, checkpoint: str | None = None) -> BaseException:
         with pytest.raises(BaseException) as left:  # noqa: PT011
-            run.part(Departure).leave(step, str(run.directory), checkpoint)
+            run.part(Preemption).leave(step, str(run.directory), checkpoint)
         return left.value
 
     def test_it_writes_down_where_it_goes_on(self, tmp_path: Path) -> None:
         run = process(tmp_path)
-        run.part(Departure).preemption.requested = signal.SIGUSR1
+        run.asked_to_leave = signal.SIGUSR1
         run.part(Attempts).tell_status(tmp_path, 40)
         left = self.leave(run, checkpoint=marked(tmp_path, 4))
         assert isinstance(left, SystemExit)
@@ -138,15 +138,6 @@ class TestAProcessThatIsAskedToLeave:
         assert status is not None
         assert (status.state, status.step, status.why) == (RunState.LEFT, 6, "SIGUSR1")
 
-    def test_with_the_callback_alone_the_status_says_so_too(self, tmp_path: Path) -> None:
-        run = process(tmp_path, recorded=False)
-        run.part(Departure).preemption.requested = signal.SIGTERM
-        run.part(Attempts).tell_status(tmp_path, 40)
-        self.leave(run, checkpoint=marked(tmp_path, 6))
-        status = read_status(tmp_path)
-        assert status is not None
-        assert (status.state, status.step, status.why) == (RunState.LEFT, 6, "SIGTERM")
-
     @pytest.mark.usefixtures("older")
     def test_the_newest_checkpoint_is_found_where_none_is_named(self, tmp_path: Path) -> None:
         run = process(tmp_path)
@@ -156,58 +147,18 @@ class TestAProcessThatIsAskedToLeave:
         assert (action["checkpoint"], run.journal.incidents[0].steps_repeated) == ("checkpoint-4", 0)
         assert (run.journal.incidents[0].cause, action["exit_code"]) == ("a signal to another process", 143)
 
-    @pytest.mark.parametrize(
-        ("said", "code", "name"),
-        [
-            (["SIGUSR1"], 75, "SIGUSR1"),
-            (["SIGTERM"], 143, "SIGTERM"),
-            (["SIGUSR1"] * 2000, 75, "SIGUSR1"),
-            (["SIGUSR1"] * 2000 + ["SIGTERM"], 143, "SIGTERM"),
-        ],
-    )
-    @pytest.mark.usefixtures("older")
-    def test_all_ranks_leave_by_the_signal_that_some_were_sent(
-        self, tmp_path: Path, said: list[str], code: int, name: str
-    ) -> None:
-        run, wishes = process(tmp_path), 0.0
-        for each in said:
-            run.part(Departure).preemption.requested = signal.Signals[each]
-            wishes += run.leave_asked()
-        run.part(Departure).preemption.requested = None
-        run.part(Departure).begin(wishes)
-        left = self.leave(run)
-        assert isinstance(left, SystemExit)
-        assert (left.code, run.journal.incidents[0].cause) == (code, f"{name} to another process")
-        # What the launcher sends to those that are left once one of them has ended.
-        run.part(Departure).preemption.requested = signal.SIGTERM
-        assert run.part(Departure).preemption.exit_code == code
-
     def test_without_a_checkpoint_all_steps_are_done_again(self, tmp_path: Path) -> None:
         run = process(tmp_path)
         self.leave(run)
         (incident,) = run.journal.incidents
         assert (incident.steps_repeated, incident.outcome) == (6, "unresolved")
 
-    def test_it_leaves_with_what_a_handler_of_the_user_has_raised(self, tmp_path: Path) -> None:
-        run = process(tmp_path)
-        run.part(Departure).preemption.raised = raised = SystemExit(7)
-        assert self.leave(run) is raised
-
     def test_at_the_deadline_it_is_written_down(self, tmp_path: Path) -> None:
         run = process(tmp_path)
-        run.part(Departure).end_at_the_deadline("too late")
+        run.part(Preemption).end_at_the_deadline("too late")
         assert (record_in(tmp_path).ending, record_in(tmp_path).newest.why) == (Ending.PREEMPTED, "too late")
         (event,) = events(run, "preemption_deadline")
         assert (event["step"], event["why"]) == (6, "too late")
-
-    def test_of_a_run_that_was_left_without_a_word_nothing_is_held(self, tmp_path: Path) -> None:
-        run = process(tmp_path, recorded=False)
-        run.part(Attempts).tell_status(tmp_path, 40)
-        run.part(Departure).forget()
-        status = read_status(tmp_path)
-        assert status is not None
-        assert (status.state, status.step) == (RunState.STOPPED, 6)
-        assert status.why == "an exception that this callback did not see"
 
 
 class TestAnIncidentThatNothingCures:
@@ -230,19 +181,6 @@ class TestAnIncidentThatNothingCures:
             f"Training stopped at step 6: The line is dead. What to do: {advice} Postmortem: {path}."
         )
 
-    @pytest.mark.usefixtures("older")
-    def test_who_listens_is_told_once_and_knows_that_it_is_fatal(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        run = process(tmp_path)
-        told: list[tuple[str, str]] = []
-        run.journal.notify = lambda incident: told.append((incident.id, incident.outcome))
-        incident = fatal(run)
-        run.part(RunEnding).stop(incident, "why")
-        assert told == [(incident.id, "fatal")]
-        (line,) = [record for record in caplog.records if getattr(record, "incident", None) == incident.to_dict()]
-        assert line.levelname == "ERROR"
-
     def test_the_emergency_checkpoint_of_this_step_is_what_to_go_on_from(
         self, tmp_path: Path, older: list[tuple[str, str, bool]]
     ) -> None:
@@ -253,37 +191,12 @@ class TestAnIncidentThatNothingCures:
         assert run.part(Attempts).resume_point.path == str(tmp_path / "checkpoint-6")
         assert older == []
 
-    def test_one_of_an_earlier_step_is_not(self, tmp_path: Path, older: list[tuple[str, str, bool]]) -> None:
-        run = process(tmp_path)
-        run.part(Attempts).resume_point = emergency_checkpoint(tmp_path, 5)
-        run.part(RunEnding).stop(fatal(run), "why")
-        assert written(tmp_path)["emergency_checkpoint"] is None
-        assert len(older) == 1
-
-    def test_what_it_was_told_to_go_on_from_counts(self, tmp_path: Path, older: list[tuple[str, str, bool]]) -> None:
-        run = process(tmp_path)
-        run.part(RunEnding).stop(fatal(run), "why", resume_from="checkpoint-2")
-        assert written(tmp_path)["resume_with"] == "trainer.train(resume_from_checkpoint='checkpoint-2')"
-        assert older == []
-
     def test_of_a_run_that_came_to_nothing_only_verified_ones_are_named(
         self, tmp_path: Path, older: list[tuple[str, str, bool]]
     ) -> None:
         run = process(tmp_path)
         run.part(RunEnding).stop(fatal(run, FailureType.NOT_TRAINED), "why")
         assert older == [("run", str(tmp_path), True)]
-
-    @pytest.mark.usefixtures("older")
-    def test_a_remedy_of_its_own_is_the_advice(self, tmp_path: Path) -> None:
-        run = process(tmp_path)
-        incident = fatal(run)
-        incident.evidence["remedy"] = "Plug it in."
-        assert "What to do: Plug it in. The checkpoint" in str(run.part(RunEnding).stop(incident, "why"))
-
-    @pytest.mark.usefixtures("older")
-    def test_without_a_diagnosis_it_is_the_users_code(self, tmp_path: Path) -> None:
-        run = process(tmp_path)
-        assert run.part(RunEnding).stop(run.journal.open(6, "made up", {}), "why").failure is FailureType.USER_CODE
 
     @pytest.mark.usefixtures("older")
     def test_what_it_was_dealt_with_in_is_closed_but_not_a_hang(self, tmp_path: Path) -> None:
@@ -336,10 +249,13 @@ class TestADeviceThatIsLost:
     ) -> None:
         run = process(tmp_path, launcher_restarts=restarts)
         newest = marked(tmp_path, 4)
-        write_down_lost_device(run.part(RunEnding), RuntimeError("x" * 600))
-        write_down_lost_device(run.part(RunEnding), RuntimeError("and again"))
+        run.part(RunEnding).note_lost_device(RuntimeError("x" * 600))
+        run.part(RunEnding).note_lost_device(RuntimeError("and again"))
         (incident,) = run.journal.incidents
         again = restarts == "yes"
+        run.part(RunEnding).leave_lost_device(RuntimeError("lost"))
+        assert run.part(RunEnding).ends_process is again
+        assert record_in(tmp_path).ending is (Ending.RESTART if again else Ending.RUNNING)
         assert incident.actions == [Action.EXIT_FOR_RESTART if again else Action.STOP]
         assert incident.outcome == ("open" if again else "fatal")
         assert (incident.symptom, incident.failure) == ("RuntimeError", FailureType.DEVICE)
@@ -353,34 +269,11 @@ class TestADeviceThatIsLost:
     def test_without_a_checkpoint_it_is_what_the_process_began_with(self, tmp_path: Path) -> None:
         run = process(tmp_path, recorded=False)
         run.part(Attempts).first_resume = "somewhere/checkpoint-2"
-        write_down_lost_device(run.part(RunEnding), RuntimeError("lost"), "gone")
+        run.part(RunEnding).note_lost_device(RuntimeError("lost"), "gone")
         assert written(tmp_path)["resume_with"] == "trainer.train(resume_from_checkpoint='somewhere/checkpoint-2')"
         assert written(tmp_path)["verdict"] == "gone"
         # With the callback alone, the exception is the user's.
         assert run.journal.incidents[0].actions == [Action.STOP]
-
-    def test_what_cannot_be_written_down_raises_nothing(self, tmp_path: Path) -> None:
-        run = process(tmp_path)
-        run.trainer = None
-        write_down_lost_device(run.part(RunEnding), RuntimeError("lost"))
-        assert run.device_lost
-
-    def test_the_process_ends_only_where_it_is_started_again(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        ends: list[tuple[int, BaseException]] = []
-        monkeypatch.setattr(
-            "self_healing.healers.restarts.ending.end_process_with", lambda code, error: ends.append((code, error))
-        )
-        error = RuntimeError("lost")
-        leave_lost_device(process(tmp_path, launcher_restarts="no").part(RunEnding), error)
-        leave_lost_device(process(tmp_path, recorded=False, launcher_restarts="yes").part(RunEnding), error)
-        assert ends == []
-        run = process(tmp_path, launcher_restarts="yes")
-        with pytest.raises(SystemExit) as left:
-            leave_lost_device(run.part(RunEnding), error)
-        assert (left.value.code, ends) == (75, [(75, error)])
-        assert (record_in(tmp_path).ending, record_in(tmp_path).newest.why) == (Ending.RESTART, "RuntimeError: lost")
 
 
 class TestTheEndOfTheRun:
@@ -391,29 +284,12 @@ class TestTheEndOfTheRun:
         assert (record_in(tmp_path).ending, record_in(tmp_path).newest.last_step) == (Ending.FINISHED, 6)
         assert not (tmp_path / "emergency").exists()
 
-    @pytest.mark.parametrize("taken_up", [True, False])
-    def test_that_of_an_earlier_process_of_the_run_as_well(self, tmp_path: Path, taken_up: bool) -> None:
-        run = process(tmp_path)
-        emergency_checkpoint(tmp_path, 5)
-        (tmp_path / "postmortem.json").write_text(json.dumps({"run": "run"}))
-        run.part(Attempts).taken_up = taken_up
-        run.part(RunEnding).finish()
-        assert (tmp_path / "emergency").exists() is not taken_up
-        # It is not what became of the run.
-        assert (tmp_path / "postmortem.json").exists() is not taken_up
-
     def test_what_was_put_off_is_raised(self, tmp_path: Path) -> None:
         run = process(tmp_path)
-        run.part(Departure).preemption.raised = SystemExit(5)
+        run.part(Preemption).raised = SystemExit(5)
         with pytest.raises(SystemExit):
             run.part(RunEnding).finish()
         assert record_in(tmp_path).ending is Ending.FINISHED
-
-    def test_a_signal_in_the_last_step_is_told_of(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        run = process(tmp_path)
-        run.part(Departure).preemption.requested = signal.SIGTERM
-        run.part(RunEnding).finish()
-        assert "SIGTERM arrived in the last step" in caplog.text
 
     @pytest.mark.parametrize(
         ("error", "expected"),
@@ -439,27 +315,6 @@ class TestTheEndOfTheRun:
         assert record.postmortem == (None if told else str(tmp_path / "postmortem.json"))
         assert any("postmortem" in note for note in getattr(error, "__notes__", [])) is not told
 
-    @pytest.mark.usefixtures("older")
-    def test_the_status_names_the_step_that_the_run_had_come_to(self, tmp_path: Path) -> None:
-        run = process(tmp_path)
-        assert run.part(Attempts).record is not None
-        # As of the last incident.
-        run.part(Attempts).record.newest.last_step = 2
-        run.part(Attempts).status = StatusKeeper(tmp_path)
-        run.part(Attempts).status.begin(run.run_id, run.journal.path, 0, 8, marks=False)
-        run.part(RunEnding).note_exception(KeyboardInterrupt())
-        status = read_status(tmp_path)
-        assert status is not None
-        assert (status.step, record_in(tmp_path).newest.last_step) == (6, 6)
-
-    @pytest.mark.usefixtures("older")
-    def test_a_bug_is_told_with_the_newest_checkpoint(self, tmp_path: Path) -> None:
-        run = process(tmp_path)
-        run.part(RunEnding).note_exception(KeyError("a"))
-        found = written(tmp_path)
-        assert (found["failure"], found["verdict"]) == ("user_code", "KeyError: 'a'")
-        assert found["resume_with"] == "trainer.train(resume_from_checkpoint='checkpoint-4')"
-
     def test_an_interrupted_run_goes_on_from_its_emergency_checkpoint(
         self, tmp_path: Path, older: list[tuple[str, str, bool]]
     ) -> None:
@@ -475,24 +330,6 @@ class TestTheEndOfTheRun:
         assert older == []
         # No step comes after it.
         assert waiting.outcome == "resolved"
-
-    @pytest.mark.usefixtures("older")
-    def test_what_was_written_first_counts(self, tmp_path: Path) -> None:
-        run = process(tmp_path)
-        run.part(Attempts).end(Ending.PREEMPTED, "SIGTERM")
-        run.part(RunEnding).note_exception(SystemExit(143))
-        run.part(RunEnding).finish()
-        assert (record_in(tmp_path).ending, record_in(tmp_path).newest.why) == (Ending.PREEMPTED, "SIGTERM")
-        assert not (tmp_path / "postmortem.json").exists()
-
-    @pytest.mark.usefixtures("older")
-    def test_a_postmortem_that_is_written_already_stays(self, tmp_path: Path) -> None:
-        run = process(tmp_path)
-        error = ConnectionError("refused")
-        run.part(RunEnding).stop_for_exception(fatal(run), FailureType.NETWORK, error, None, "the line is dead")
-        run.part(RunEnding).note_exception(error)
-        assert written(tmp_path)["verdict"] == "the line is dead"
-        assert record_in(tmp_path).postmortem == str(tmp_path / "postmortem.json")
 
     def test_our_own_failure_leaves_the_exception_as_it_was(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -517,12 +354,10 @@ class TestTheProcessesOfARun:
 
     def test_entries_into_train_are_counted_over_all_of_them(self, begun: Callable[..., Attempts]) -> None:
         attempts = begun()
-        assert not attempts.entered
-        assert not attempts.in_first_entry
         attempts.enter()
-        assert (attempts.entered, attempts.in_first_entry, attempts._run.journal.attempt) == (True, True, 3)
+        assert (attempts.entries, attempts.run.journal.attempt) == (1, 3)
         attempts.enter()
-        assert (attempts.entered, attempts.in_first_entry, attempts._run.journal.attempt) == (True, False, 4)
+        assert (attempts.entries, attempts.run.journal.attempt) == (2, 4)
 
     def test_one_that_goes_back_to_an_older_checkpoint_begins_as_a_new_one(
         self, begun: Callable[..., Attempts], tmp_path: Path
@@ -533,63 +368,19 @@ class TestTheProcessesOfARun:
         attempts.taken_up = False
         attempts.resume_point = emergency_checkpoint(tmp_path, 5)
         attempts.begin_from_older("checkpoint-2", 2)
-        assert (attempts.entered, attempts.taken_up, attempts.resume_point) == (False, True, None)
+        assert (attempts.entries, attempts.taken_up, attempts.resume_point) == (0, True, None)
         newest = record_in(tmp_path).newest
         assert (newest.resumed_from, newest.first_step) == ("checkpoint-2", 2)
         attempts.enter()
-        assert (attempts.in_first_entry, attempts._run.journal.attempt) == (True, 5)
+        assert (attempts.entries, attempts.run.journal.attempt) == (1, 5)
         attempts.begin_from_older("checkpoint-3", 3)
         assert record_in(tmp_path).newest.first_step == 2
-
-    def test_only_the_first_of_several_writes(self, begun: Callable[..., Attempts], tmp_path: Path) -> None:
-        attempts = begun(rank=1)
-        attempts.end(Ending.FAILED, "a bug")
-        attempts.tell_status(tmp_path, 40)
-        assert [path.name for path in tmp_path.iterdir() if path.name.startswith("healing_")] == []
-        assert attempts.status is None
-
-    def test_the_record_has_the_furthest_step(self, begun: Callable[..., Attempts], tmp_path: Path) -> None:
-        attempts = begun()
-        assert record_in(tmp_path).newest.last_step == 6
-        attempts._run.instrument.view.step = 5
-        attempts.write()
-        assert record_in(tmp_path).newest.last_step == 6
-
-    def test_where_another_process_trains_nothing_is_told(self, tmp_path: Path) -> None:
-        run = process(tmp_path, recorded=False)
-        run.part(Attempts).keep(RunRecord(tmp_path, "run", kept=False), taken_up=False)
-        run.part(Attempts).tell_status(tmp_path, 40)
-        assert run.part(Attempts).status is None
-        assert not list(tmp_path.iterdir())
 
     def test_an_end_is_told_in_the_status_too(self, begun: Callable[..., Attempts], tmp_path: Path) -> None:
         attempts = begun()
         attempts.tell_status(tmp_path, 40)
         assert attempts.status is not None
-        assert attempts._run.instrument.on_detach == []
         attempts.end(Ending.FAILED, "KeyError: 'a'")
-        status = read_status(tmp_path)
-        assert status is not None
-        assert (status.state, status.step, status.why) == (RunState.STOPPED, 6, "KeyError: 'a'")
-
-    def test_an_exception_on_its_way_out_of_the_callbacks_trainer_is_its_end(self, tmp_path: Path) -> None:
-        run = process(tmp_path, recorded=False)
-        run.part(Attempts).tell_status(tmp_path, 40)
-        instrument: Any = run.instrument
-        instrument.failsafe = SimpleNamespace(switched_off=False)
-        (left,) = instrument.on_detach
-        left()
-        status = read_status(tmp_path)
-        assert status is not None
-        assert status.state is RunState.RUNNING
-        try:
-            raise KeyError("a")
-        except KeyError:
-            instrument.failsafe.switched_off = True
-            left()
-            assert not (read_status(tmp_path) or status).over
-            instrument.failsafe.switched_off = False
-            left()
         status = read_status(tmp_path)
         assert status is not None
         assert (status.state, status.step, status.why) == (RunState.STOPPED, 6, "KeyError: 'a'")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +26,6 @@ def record_of(directory: Path) -> RunRecord:
     record = RunRecord(directory, "run")
     record.begin_attempt(None, 0)
     return record
-
-
-def test_a_record_that_another_process_is_told_of_keeps_all_but_what_is_open(tmp_path: Path) -> None:
-    record = record_of(tmp_path)
-    record.end_attempt(record.ending, "", 6)
-    told = pickle.loads(pickle.dumps(record))
-    assert told.describe_attempts() == record.describe_attempts()
-    assert (told.directory, told.run) == (record.directory, record.run)
-    told.note_step(9)
-    told.close()
-    told.write()
-    assert json.loads((tmp_path / "healing_run.json").read_text())["run"] == "run"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +92,7 @@ class TestARecord:
     def read(self, directory: Path, **changes: Any) -> RunRecord:
         """What is read of a record that was changed by hand; a field that is `...` is left out."""
         record = RunRecord(directory, "run", recovery_state={"budget": 1}, postmortem="postmortem.json")
-        record.begin_attempt("checkpoint-4", 4, marks=False, job="17")
+        record.begin_attempt("checkpoint-4", 4, job="17")
         record.write()
         content = json.loads((directory / RECORD_FILE).read_text()) | changes
         content = {name: value for name, value in content.items() if value is not ...}
@@ -123,33 +109,6 @@ class TestARecord:
         assert (newest.pid, newest.resumed_from, record.ending) == (os.getpid(), "checkpoint-4", Ending.RUNNING)
         assert caplog.text == ""
 
-    def test_of_two_threads_that_write_it_the_last_one_knows_most(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        record, describe = self.read(tmp_path), RunRecord.describe_attempts
-
-        def ends() -> None:
-            record.end_attempt(Ending.RESTART, "a hang", 5)
-            record.write()
-
-        other = threading.Thread(target=ends)
-
-        def describe_attempts(self: RunRecord) -> list[dict[str, Any]]:
-            """Called while a thread puts together what it is about to write."""
-            attempts = describe(self)
-            if other.ident is None:
-                other.start()
-                other.join(0.3)
-            return attempts
-
-        monkeypatch.setattr(RunRecord, "describe_attempts", describe_attempts)
-        assert record.ending is Ending.RUNNING
-        record.write()
-        other.join()
-        found = RunRecord.read(tmp_path)
-        assert found is not None
-        assert (found.ending, found.newest.why) == (Ending.RESTART, "a hang")
-
     def test_is_none_where_there_is_none(self, tmp_path: Path) -> None:
         assert RunRecord.read(tmp_path) is None
 
@@ -165,7 +124,6 @@ class TestARecord:
             {"schema": 2},
             {"attempts": 3},
             {"incidents": ...},
-            {"memory": []},
             {"attempts": [3]},
             {"attempts": [{"number": 1, "ending": "asleep"}]},
             {"incidents": [3]},
@@ -174,12 +132,6 @@ class TestARecord:
     def test_of_another_version_or_damaged_cannot_be_read(self, tmp_path: Path, changes: dict[str, Any]) -> None:
         with pytest.raises(UnreadableRecordError, match="cannot be read"):
             self.read(tmp_path, **changes)
-
-    def test_set_aside_is_there_under_another_name(self, tmp_path: Path) -> None:
-        (tmp_path / RECORD_FILE).write_text("{")
-        RunRecord.set_aside(tmp_path)
-        assert [each.name for each in tmp_path.iterdir()] == [f"{RECORD_FILE}.unreadable"]
-        assert RunRecord.read(tmp_path) is None
 
     @pytest.mark.parametrize(("attempt", "step", "last"), [(1, 9, 9), (1, 3, 4), (2, 9, 4)])
     def test_takes_in_how_far_the_killed_process_came(
@@ -193,44 +145,9 @@ class TestARecord:
         record = RunRecord(tmp_path, "run")
         assert record.ending is Ending.FINISHED
         for _ in range(52):
-            record.begin_attempt(None, 0, marks=False)
+            record.begin_attempt(None, 0)
         assert [each.number for each in record.attempts] == [*range(3, 53)]
         assert record.newest.call == 52
-
-    def test_marks_where_each_begins(self, tmp_path: Path) -> None:
-        record = record_of(tmp_path)
-        assert read_mark(tmp_path) == (1, 0)
-        record.close()
-        record.note_step(5)
-        assert read_mark(tmp_path) == (1, 0)
-        record.begin_attempt("checkpoint-4", 4)
-        assert read_mark(tmp_path) == (2, 4)
-        record.close()
-        record.begin_attempt("checkpoint-4", 7, marks=False)
-        record.note_step(8)
-        assert read_mark(tmp_path) == (2, 4)
-
-    def test_keeps_the_furthest_step(self, tmp_path: Path) -> None:
-        record = record_of(tmp_path)
-        record.end_attempt(Ending.FAILED, "a bug", 6)
-        record.end_attempt(Ending.FAILED, "a bug", 5)
-        assert (record.ending, record.newest.why, record.newest.last_step) == (Ending.FAILED, "a bug", 6)
-
-    def test_is_left_alone_where_it_is_that_of_another_process(self, tmp_path: Path) -> None:
-        record = RunRecord(tmp_path, "run", kept=False)
-        record.begin_attempt(None, 0)
-        record.write()
-        assert list(tmp_path.iterdir()) == []
-
-    def test_that_cannot_be_written_is_told_of_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        for name in (RECORD_FILE, PROGRESS_FILE):
-            (tmp_path / name / "in the way").mkdir(parents=True)
-        record = record_of(tmp_path)
-        record.note_step(4)
-        record.write()
-        record.write()
-        assert caplog.text.count("a restart will not know of budgets") == 1
-        assert "after a kill, the step it came to will not be known" in caplog.text
 
     def test_of_a_directory_is_that_of_the_first_call_in_a_process(self, tmp_path: Path) -> None:
         assert first_call(tmp_path)
@@ -238,3 +155,18 @@ class TestARecord:
         assert not first_call(tmp_path)
         assert not first_call(Path(os.path.relpath(tmp_path)))
         assert first_call(tmp_path / "elsewhere")
+
+
+class TestAMark:
+    def test_is_read_back_and_stays_when_it_is_closed(self, tmp_path: Path) -> None:
+        mark = ProgressMark(tmp_path / "run")
+        mark.note_step(3, 7)
+        mark.close()
+        mark.note_step(3, 8)
+        assert read_mark(tmp_path / "run") == (3, 7)
+
+    @pytest.mark.parametrize("content", [None, b"", b"torn"])
+    def test_that_is_not_there_or_torn_says_nothing(self, tmp_path: Path, content: bytes | None) -> None:
+        if content is not None:
+            (tmp_path / PROGRESS_FILE).write_bytes(content)
+        assert read_mark(tmp_path) is None

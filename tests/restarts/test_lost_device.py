@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -197,32 +195,3 @@ def test_an_exception_that_does_not_say_so_ends_in_the_same_postmortem(
     assert postmortem(tmp_path)["failure"] == "device"
     assert "what a library makes of it" in postmortem(tmp_path)["verdict"]
     assert find_trusted_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-4")
-
-
-ENDING = """
-import os, sys, threading
-from self_healing.healers.restarts.ending import end_process_with
-
-class Block:
-    def __del__(self):
-        os.abort()
-
-def fail():
-    block = Block()
-    raise RuntimeError("lost")
-
-try:
-    fail()
-except RuntimeError as error:
-    end_process_with(75, error, within={within})
-    if {hangs}:
-        threading.Thread(target=threading.Event().wait).start()
-    raise SystemExit(75) from error
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("within", "hangs"), [(60.0, False), (0.5, True)], ids=["freeing aborts", "ending hangs"])
-def test_the_process_ends_with_its_code_whatever_the_interpreter_does(within: float, hangs: bool) -> None:
-    script = ENDING.format(within=within, hangs=hangs)
-    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 75

@@ -154,9 +154,7 @@ def test_nothing_lies_in_shared_memory_where_nobody_starts_the_job_again(job: Pa
     assert not directory_of(job).exists()
 
 
-def test_a_trainer_that_reads_more_of_a_checkpoint_goes_on_from_disk(
-    job: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_trainer_that_reads_more_of_a_checkpoint_goes_on_from_disk(job: Path, tokenizer: Any) -> None:
     class AveragingTrainer(SFTTrainer):
         """Keeps averaged weights in its checkpoints, which no state in memory has."""
 
@@ -168,10 +166,9 @@ def test_a_trainer_that_reads_more_of_a_checkpoint_goes_on_from_disk(
     trainer = sft_trainer(job, tokenizer, max_steps=6, callbacks=[Raising(ValueError("a bug"))])
     trainer.__class__ = AveragingTrainer
     assert loads_more(trainer) == "AveragingTrainer._load_from_checkpoint"
-    with pytest.raises(ValueError, match="a bug"), caplog.at_level("INFO", "self_healing"):
+    with pytest.raises(ValueError, match="a bug"):
         SelfHealingTrainer(trainer, HealingConfig(**CLOSE, launcher_restarts="yes")).train()
     assert not directory_of(job).exists()
-    assert "AveragingTrainer._load_from_checkpoint may read what only checkpoints have" in caplog.text
 
 
 @pytest.mark.slow
@@ -262,10 +259,8 @@ class Ranks:
         ("ddp", "exception", 5, 5),
         ("ddp", "sigkill", 5, 3),
         ("ddp", "callback", 7, 7),
-        # The rank that fails applies the step as the other one does.
-        ("ddp", "before_update", 8, 8),
-        # Unless that was another one: nobody can tell which is right.
-        ("ddp", "before_other_update", 8, 6),
+        # The other rank has applied the step.
+        ("ddp", "before_update", 8, 6),
         # Nobody has applied it.
         ("ddp", "before_no_update", 7, 7),
         ("fsdp2", "before_update", 8, 6),

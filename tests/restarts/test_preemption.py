@@ -96,50 +96,6 @@ def test_a_step_that_takes_too_long_is_left_and_the_state_before_it_saved(
     assert job_result(job)["weights"] == job_result(plain)["weights"]
 
 
-def test_a_signal_that_comes_in_native_code_keeps_the_deadline(tmp_path: Path, start: Callable[..., int]) -> None:
-    job = tmp_path / "job"
-    began = time.monotonic()
-    assert start(job, fault="sigterm_in_native_code", step=5, config={"preemption_deadline": 3.0}) == 143
-    assert time.monotonic() - began < 40
-    record = RunRecord.read(job)
-    assert record is not None
-    assert record.ending is Ending.PREEMPTED
-
-
-def test_a_signal_that_a_forked_child_has_written_is_none_of_the_run(tmp_path: Path, tokenizer: Any) -> None:
-    class Forking(TrainerCallback):
-        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step != 2:
-                return
-            child = os.fork()
-            if child == 0:
-                time.sleep(30)
-                os._exit(0)
-            # What comes before the interpreter has taken note of the fork is lost.
-            time.sleep(0.5)
-            os.kill(child, signal.SIGTERM)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-            time.sleep(1.5)
-
-    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[Forking()], max_steps=4)
-    SelfHealingTrainer(trainer, HealingConfig(preemption_deadline=1.0)).train()
-    assert trainer.state.global_step == 4
-
-
-def test_afterwards_the_interpreter_writes_signals_where_it_did_before(tmp_path: Path, tokenizer: Any) -> None:
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    before = signal.set_wakeup_fd(-1)
-    for theirs in (-1, writing):
-        signal.set_wakeup_fd(theirs)
-        open_files = len(os.listdir("/proc/self/fd"))
-        SelfHealingTrainer(sft_trainer(tmp_path / f"run{theirs}", tokenizer, max_steps=1)).train()
-        assert signal.set_wakeup_fd(before) == theirs
-        assert len(os.listdir("/proc/self/fd")) == open_files
-    os.close(reading)
-    os.close(writing)
-
-
 @pytest.mark.slow
 def test_at_the_deadline_the_process_ends_whatever_it_does(tmp_path: Path, start: Callable[..., int]) -> None:
     job = tmp_path / "job"
@@ -171,14 +127,6 @@ def test_the_callback_alone_leaves_as_well(tmp_path: Path, tokenizer: Any) -> No
         trainer.train()
     assert left.value.code == 143
     assert (tmp_path / "run" / "checkpoint-3" / "healing.json").is_file()
-
-
-def test_a_checkpoint_without_optimizer_state_would_not_do(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SignalAt(2)], save_only_model=True)
-    with pytest.raises(SystemExit):
-        SelfHealingTrainer(trainer).train()
-    assert (tmp_path / "run" / "checkpoint-3" / "optimizer.pt").is_file()
-    assert trainer.args.save_only_model
 
 
 def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path, tokenizer: Any) -> None:
@@ -369,21 +317,6 @@ def test_a_child_process_does_not_answer_for_the_run(tmp_path: Path, tokenizer: 
     assert trainer.state.global_step == 6
 
 
-def test_what_a_handler_raised_in_the_last_step_is_raised_at_the_end(tmp_path: Path, tokenizer: Any) -> None:
-    def earlier(signum: int, frame: Any) -> None:
-        raise SystemExit(5)
-
-    signal.signal(signal.SIGTERM, earlier)
-    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SignalAt(5)])
-    with pytest.raises(SystemExit) as left:
-        SelfHealingTrainer(trainer).train()
-    assert (left.value.code, trainer.state.global_step) == (5, 6)
-    record = RunRecord.read(tmp_path / "run")
-    assert record is not None
-    assert record.ending is Ending.FINISHED
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 def test_a_signal_cuts_the_wait_between_two_attempts_short(tmp_path: Path, tokenizer: Any) -> None:
     trainer = sft_trainer(tmp_path / "run", tokenizer)
     RaisingForward(trainer.model, lambda forward: forward >= 5, lost_connection)
@@ -420,14 +353,6 @@ def test_training_in_another_thread_leaves_signals_alone(tmp_path: Path, tokeniz
     assert len(seen) == 2
 
 
-def test_without_a_signal_nothing_is_changed(tmp_path: Path, tokenizer: Any) -> None:
-    plain = sft_trainer(tmp_path / "plain", tokenizer)
-    plain.train()
-    trainer = sft_trainer(tmp_path / "run", tokenizer)
-    SelfHealingTrainer(trainer).train()
-    assert_same_weights(weights(trainer), weights(plain))
-
-
 class Raises(TrainerCallback):
     """A bug in somebody's callback, which leaves `train()` behind our back."""
 
@@ -452,17 +377,3 @@ def test_once_train_was_left_behind_our_back_signals_are_what_they_were(tmp_path
     os.kill(os.getpid(), signal.SIGTERM)
     assert called == [signal.SIGTERM]
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def test_a_run_after_one_that_was_left_behind_our_back_is_preempted_as_ever(tmp_path: Path, tokenizer: Any) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    for name in ("one", "two"):
-        left = sft_trainer(tmp_path / name, tokenizer, callbacks=[SelfHealingCallback(), Raises()])
-        with pytest.raises(ValueError, match="a bug"):
-            left.train()
-    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SignalAt(2)])
-    with pytest.raises(SystemExit) as leaving:
-        SelfHealingTrainer(trainer).train()
-    assert leaving.value.code == 143
-    # Not those of the runs before, which have ended.
-    assert signal.getsignal(signal.SIGTERM) is before

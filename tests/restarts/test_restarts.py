@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,7 @@ from transformers import TrainerCallback
 
 from self_healing import FAILURE_RECIPES, FailureType, HealingConfig, HealingReport, SelfHealingTrainer
 from self_healing.hf.trainer_state import load_generated
-from self_healing.run.record import _CALLS, RECORD_FILE, Ending, RunRecord
-from self_healing.run.status import STATUS_FILE
-from self_healing.system.processes import Process, launch_of
+from self_healing.run.record import _CALLS, RECORD_FILE, RunRecord
 
 
 def under_torchrun(output_dir: Path, restarts: int, **options: Any) -> int:
@@ -115,20 +112,6 @@ def test_a_kill_while_a_checkpoint_is_written_costs_that_checkpoint(
     assert [event["path"] for event in journal(job, "checkpoint_chosen")] == [str(job / "checkpoint-4")]
 
 
-def test_a_kill_while_callbacks_are_told_of_a_checkpoint_costs_nothing(
-    tmp_path: Path, plain: dict[str, Any], start: Callable[..., int]
-) -> None:
-    job = tmp_path / "job"
-    options = {"fault": "sigkill_in_on_save", "step": 8, "resume": "auto"}
-    assert [start(job, 0, **options), start(job, 1, **options)] == [-9, 0]
-    assert journal(job, "run_started")[-1]["resumed_from"] == str(job / "checkpoint-8")
-    (incident,) = job_result(job)["incidents"]
-    assert (incident["failure"], incident["steps_lost"]) == ("process_died", 0)
-    assert job_result(job)["weights"] == plain["weights"]
-    assert job_result(job)["losses"] == plain["losses"]
-    assert job_result(job)["history"] == plain["history"]
-
-
 @pytest.mark.parametrize("damage", ["truncate", pytest.param("nan", marks=pytest.mark.slow)])
 def test_a_damaged_newest_checkpoint_is_passed_over(
     tmp_path: Path, plain: dict[str, Any], damage: str, until_it_ends: Callable[..., list[int]]
@@ -202,16 +185,6 @@ def test_a_hang_in_native_code_is_healed_by_a_restart(
     assert "minutes_in_native_code" in stacks.read_text()
 
 
-@pytest.mark.slow
-def test_a_hang_that_comes_again_in_the_next_process_is_healed_by_the_one_after_it(
-    tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
-) -> None:
-    job = tmp_path / "job"
-    config = {"hang_floor_seconds": 1.0, "GRACE_SECONDS": 1.0, "LEARNING_STEPS": 1}
-    assert until_it_ends(job, 4, fault="native_hang", step=6, times=2, config=config) == [75, 75, 0]
-    assert job_result(job)["weights"] == plain["weights"]
-
-
 def test_a_quarantined_sample_is_not_touched_by_the_process_that_is_started_next(
     tmp_path: Path, start: Callable[..., int], until_it_ends: Callable[..., list[int]]
 ) -> None:
@@ -282,28 +255,6 @@ def test_a_crash_loop_ends_within_the_budget_with_one_postmortem(
     assert len(second) == len(third) == len(last)
 
 
-def test_steps_that_are_done_again_do_not_show_that_a_run_got_past_what_ended_it(
-    tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
-) -> None:
-    job = tmp_path / "job"
-    assert until_it_ends(job, 3, fault="sigkill", step=6, config={"OUTCOME_STEPS": 1}) == [-9, 0]
-    (outcome,) = journal(job, "outcome")
-    assert outcome["outcome"] == "resolved"
-    # It goes on from step 4; the seventh step is the first that was not there before.
-    assert outcome["loss_after"] == pytest.approx(plain["losses"][6], abs=1e-4)
-
-
-def test_an_exception_that_only_ended_a_process_is_resolved_by_the_one_after_it(
-    tmp_path: Path, until_it_ends: Callable[..., list[int]]
-) -> None:
-    job = tmp_path / "job"
-    assert until_it_ends(job, 3, fault="bug", step=6) == [1, 0]
-    (incident,) = job_result(job)["incidents"]
-    assert incident["actions"] == ["emergency_checkpoint", "stop", "resume"]
-    assert (incident["outcome"], incident["steps_lost"]) == ("resolved", 0)
-    assert HealingReport.from_run_dir(job).incidents[0]["outcome"] == "resolved"
-
-
 @pytest.mark.slow
 def test_a_bug_that_strikes_after_every_restart_ends_within_the_budget(
     tmp_path: Path, until_it_ends: Callable[..., list[int]]
@@ -322,17 +273,6 @@ def test_a_bug_that_strikes_after_every_restart_ends_within_the_budget(
     assert {incident["outcome"] for incident in earlier} == {"unresolved"}
     assert (last["actions"][-1], last["outcome"]) == ("stop", "fatal")
     assert len(journal(job, "run_started")) == 4
-
-
-def test_what_is_started_again_after_it_was_stopped_leaves_the_postmortem_as_it_is(
-    tmp_path: Path, until_it_ends: Callable[..., list[int]]
-) -> None:
-    job = tmp_path / "job"
-    assert until_it_ends(job, 2, poison=9, config={"on_nonfinite": "raise"}) == [1, 1]
-    (postmortem,) = postmortems(job)
-    assert postmortem["failure"] == "nonfinite_undiagnosed"
-    (refusal,) = refusals(job)
-    assert f"Postmortem: {job / 'postmortem.json'}" in refusal
 
 
 @pytest.mark.slow
@@ -393,7 +333,7 @@ def test_a_start_after_a_kill_says_what_was_left_and_what_to_write_and_starts_as
     (line,) = left_behind(job_log(job))
     assert "The run died at step 6 of 12" in line
     asked = repr(f"{job}/checkpoint-4") if callback_alone else '"auto"'
-    assert f"To go on from {job}/checkpoint-4 (step 4), write train(resume_from_checkpoint={asked})." in line
+    assert f"To go on from {job}/checkpoint-4, write train(resume_from_checkpoint={asked})." in line
     assert "checkpoint-12" in {each.name for each in job.iterdir()}
     if not callback_alone:
         assert job_result(job)["weights"] == plain["weights"]
@@ -418,32 +358,6 @@ def test_after_a_kill_before_the_first_checkpoint_it_is_said_that_there_is_none(
     (line,) = left_behind(job_log(job))
     assert "The run died at step 2 of 12" in line
     assert line.endswith("It has left no checkpoint that can be resumed from.")
-
-
-def test_after_a_kill_while_a_checkpoint_was_written_the_one_before_is_named(
-    tmp_path: Path, start: Callable[..., int]
-) -> None:
-    job = tmp_path / "job"
-    assert [start(job, fault="sigkill_while_saving", step=8, launcher="none") for _ in range(2)] == [-9, 0]
-    (line,) = left_behind(job_log(job))
-    assert f"To go on from {job}/checkpoint-4 (step 4), write" in line
-    assert f"{job}/checkpoint-8 cannot be used: " in line
-
-
-@pytest.mark.parametrize("steps", [4, 6])
-def test_beside_checkpoints_of_a_plain_trainer_the_same_is_said_unless_it_has_finished(
-    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, steps: int
-) -> None:
-    class Leaving(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop = state.global_step == steps
-
-    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
-    sft_trainer(tmp_path / "run", tokenizer, callbacks=[Leaving()], **arguments).train()
-    SelfHealingTrainer(sft_trainer(tmp_path / "run", tokenizer, max_steps=1)).train()
-    told = left_behind(caplog.text)
-    assert len(told) == (1 if steps < 6 else 0)
-    assert all(f"To go on from {tmp_path}/run/checkpoint-4 (step 4), write" in line for line in told)
 
 
 class Noting(TrainerCallback):
@@ -519,21 +433,6 @@ def test_a_requeued_job_takes_up_its_own_run_only(
     assert trained == steps
 
 
-def test_by_hand_somebody_is_told_that_the_newest_checkpoint_is_of_another_run(
-    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    def build(*callbacks: TrainerCallback) -> Any:
-        arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4, "callbacks": list(callbacks)}
-        return sft_trainer(tmp_path / "run", tokenizer, **arguments)
-
-    SelfHealingTrainer(build()).train()
-    with pytest.raises(ValueError, match="a bug"):
-        SelfHealingTrainer(build(Bug())).train()
-    shutil.rmtree(json.loads((tmp_path / "run" / "postmortem.json").read_text())["emergency_checkpoint"])
-    SelfHealingTrainer(build()).train(resume_from_checkpoint=True)
-    assert "not of the run that was last trained there" in caplog.text
-
-
 @pytest.mark.parametrize("trainer", ["grpo", "rloo"])
 def test_a_generation_cycle_is_taken_up_in_its_middle(tmp_path: Path, tokenizer: Any, trainer: str) -> None:
     make = {"grpo": grpo_trainer, "rloo": rloo_trainer}[trainer]
@@ -561,18 +460,6 @@ def test_generated_rows_are_read_on_the_device_of_a_process_group(
     trainer._buffered_inputs = None
     load_generated(trainer, tmp_path / "run" / "checkpoint-3")
     assert [set(batch) for batch in trainer._buffered_inputs] == [set(batch) for batch in rows]
-
-
-def test_whoever_names_a_checkpoint_begins_another_branch(
-    tmp_path: Path, plain: dict[str, Any], start: Callable[..., int], until_it_ends: Callable[..., list[int]]
-) -> None:
-    job = tmp_path / "job"
-    assert start(job, launcher="none", fault="sigkill", step=10) == -9
-    # By hand, from a checkpoint that is not the newest; killed before it has one of its own.
-    options = {"resume": str(job / "checkpoint-4"), "fault": "sigkill", "times": 2, "step": 6}
-    assert until_it_ends(job, 3, **options) == [-9, 0]
-    assert [event["path"][-12:] for event in journal(job, "checkpoint_chosen")] == ["checkpoint-4"] * 2
-    assert job_result(job)["weights"] == plain["weights"]
 
 
 @pytest.mark.slow
@@ -620,7 +507,7 @@ def test_a_script_that_trains_twice_into_a_directory_begins_anew_and_says_why(
     job = tmp_path / "job"
     assert until_it_ends(job, 3, warm_up=True, fault="sigkill", step=6) == [-9, 0]
     assert journal(job, "checkpoint_chosen") == []
-    assert "it is not known which of these calls of train() this one is" in job_log(job)
+    assert "which had trained there 2 times" in job_log(job)
     assert job_result(job)["weights"] == plain["weights"]
 
 
@@ -631,8 +518,7 @@ def test_where_the_record_cannot_be_read_a_restart_takes_the_newest_checkpoint(
     assert start(job, fault="sigkill", step=6) == -9
     (job / RECORD_FILE).write_text("{")
     assert start(job, restarts=1) == 0
-    assert (job / f"{RECORD_FILE}.unreadable").read_text() == "{"
-    assert "It is set aside" in job_log(job)
+    assert "It is written anew" in job_log(job)
     assert [event["path"] for event in journal(job, "checkpoint_chosen")] == [str(job / "checkpoint-4")]
     assert job_result(job)["weights"] == plain["weights"]
 
@@ -646,13 +532,6 @@ def test_preemptions_without_progress_are_no_crash_loop(tmp_path: Path, start: C
 
 
 # ---- what is known of a run ----
-
-
-def test_a_finished_run_is_recorded_as_one(tmp_path: Path, tokenizer: Any) -> None:
-    SelfHealingTrainer(sft_trainer(tmp_path / "run", tokenizer, max_steps=3)).train()
-    record = RunRecord.read(tmp_path / "run")
-    assert record is not None
-    assert (record.ending, record.newest.last_step, record.newest.first_step) == (Ending.FINISHED, 3, 0)
 
 
 def test_a_new_run_in_the_same_directory_is_a_new_one(tmp_path: Path, tokenizer: Any) -> None:
@@ -690,89 +569,6 @@ def test_our_own_failure_to_judge_earlier_attempts_stops_nothing(
     SelfHealingTrainer(trainer).train()
     assert trainer.state.global_step == 2
     assert "failed while it looked at earlier attempts" in caplog.text
-
-
-@pytest.fixture
-def trains_there(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Another process of this machine, whose record in the run directory says that it is at step 5."""
-    process = subprocess.Popen(["sleep", "600"])
-    record = RunRecord(tmp_path / "run", "other")
-    record.begin_attempt(None, 0, agent="job")
-    record.newest.pid, record.newest.process_began = process.pid, Process.of(process.pid).began
-    record.newest.last_step = 5
-    record.write()
-    record.close()
-    # It was not this process that began it.
-    _CALLS.clear()
-    yield process
-    process.kill()
-    process.wait()
-
-
-@pytest.mark.parametrize("requested", [None, "auto"])
-def test_a_process_that_still_trains_there_is_named_and_not_called_dead(
-    tmp_path: Path,
-    tokenizer: Any,
-    caplog: pytest.LogCaptureFixture,
-    trains_there: subprocess.Popen[bytes],
-    requested: str | None,
-) -> None:
-    before = (tmp_path / "run" / RECORD_FILE).read_bytes()
-    healer = SelfHealingTrainer(sft_trainer(tmp_path / "run", tokenizer, max_steps=2))
-    healer.train(resume_from_checkpoint=requested)
-    assert f"Process {trains_there.pid} trains into" in caplog.text
-    assert healer.get_report().incidents == []
-    assert (tmp_path / "run" / RECORD_FILE).read_bytes() == before
-    assert not (tmp_path / "run" / STATUS_FILE).exists()
-
-
-def test_once_it_is_gone_it_is_taken_for_killed(
-    tmp_path: Path, tokenizer: Any, trains_there: subprocess.Popen[bytes]
-) -> None:
-    trains_there.kill()
-    trains_there.wait()
-    healer = SelfHealingTrainer(sft_trainer(tmp_path / "run", tokenizer, max_steps=2))
-    healer.train(resume_from_checkpoint="auto")
-    (incident,) = healer.get_report().incidents
-    assert (incident["failure"], incident["step"]) == ("process_died", 5)
-
-
-def test_a_launcher_that_starts_a_process_again_knows_that_the_one_before_is_over(
-    tmp_path: Path, tokenizer: Any, trains_there: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    healer = SelfHealingTrainer(sft_trainer(tmp_path / "run", tokenizer, max_steps=2))
-    healer.train()
-    assert [incident["failure"] for incident in healer.get_report().incidents] == ["process_died"]
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, ("none", 0, None)),
-        (
-            {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_MAX_RESTARTS": "3"},
-            ("torchrun", 2, 1),
-        ),
-        (
-            {
-                "TORCHELASTIC_RUN_ID": "x",
-                "TORCHELASTIC_RESTART_COUNT": "0",
-                "TORCHELASTIC_MAX_RESTARTS": "0",
-                "SLURM_JOB_ID": "1",
-                "SLURM_RESTART_COUNT": "1",
-            },
-            ("torchrun", 1, 0),
-        ),
-        ({"SLURM_JOB_ID": "1"}, ("slurm", 0, None)),
-        ({"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "many"}, ("torchrun", 0, 0)),
-    ],
-)
-def test_the_launcher_is_read_from_the_environment(environment: dict[str, str], expected: tuple[Any, ...]) -> None:
-    launch = launch_of(environment)
-    assert (launch.launcher, launch.restarts, launch.restarts_left) == expected
 
 
 def test_exit_codes_are_for_launchers_that_start_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from self_healing import HealingConfig
+from self_healing.checkpoints.choice import CheckpointError
 from self_healing.checkpoints.marker import write_marker
 from self_healing.checkpoints.vetting import Verdict
 from self_healing.healers.restarts.shared_memory import SharedStep
@@ -23,10 +23,8 @@ from self_healing.healers.restarts.start import (
     continues,
     note_start,
     of_this_job,
+    refuse_to_train_beside,
     start_of,
-    step_in,
-    still_alive,
-    trains_beside,
 )
 from self_healing.journal.journal import Journal
 from self_healing.run.record import _CALLS, Attempt, Ending, RunRecord
@@ -119,9 +117,9 @@ class TestTheJobOfARecord:
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         assert not continues(record_of(tmp_path, call=2), TORCHRUN, None)
-        assert "2 times when it was started again" in caplog.text
+        assert "which had trained there 2 times" in caplog.text
         # The second time in this process.
-        RunRecord(tmp_path, "run").begin_attempt(None, 0, marks=False)
+        RunRecord(tmp_path, "run").begin_attempt(None, 0)
         assert not continues(record_of(tmp_path), TORCHRUN, None)
         assert continues(record_of(tmp_path / "elsewhere"), TORCHRUN, None)
 
@@ -129,35 +127,32 @@ class TestTheJobOfARecord:
 class TestWhatACheckpointBegins:
     def test_nothing_was_recorded(self, tmp_path: Path) -> None:
         checkpoint = checkpoint_in(tmp_path, 4)
-        assert start_of(checkpoint, None, PLAIN, False, True) == Start(checkpoint, 4)
-        assert start_of(checkpoint, RunRecord(tmp_path, "run"), TORCHRUN, True, None) == Start(checkpoint, 4)
-        assert start_of(None, None, PLAIN, False, None) == Start(None, 0)
+        assert start_of(checkpoint, 4, None, PLAIN, False, True) == Start(checkpoint, 4)
+        assert start_of(checkpoint, 4, RunRecord(tmp_path, "run"), TORCHRUN, True, None) == Start(checkpoint, 4)
+        assert start_of(None, 0, None, PLAIN, False, None) == Start(None, 0)
 
     @pytest.mark.parametrize("requested", [True, "auto"])
     def test_the_newest_one_goes_on_with_the_run(self, tmp_path: Path, requested: Any) -> None:
         record, checkpoint = record_of(tmp_path), checkpoint_in(tmp_path, 4)
-        assert start_of(checkpoint, record, PLAIN, False, requested) == Start(checkpoint, 4, record)
+        assert start_of(checkpoint, 4, record, PLAIN, False, requested) == Start(checkpoint, 4, record)
 
     @pytest.mark.parametrize("requested", [None, False, "checkpoint-4"])
     def test_one_that_is_named_begins_another_branch(self, tmp_path: Path, requested: Any) -> None:
         record, checkpoint = record_of(tmp_path), checkpoint_in(tmp_path, 4)
-        assert start_of(checkpoint, record, PLAIN, False, requested) == Start(checkpoint, 4)
+        assert start_of(checkpoint, 4, record, PLAIN, False, requested) == Start(checkpoint, 4)
 
     def test_a_finished_run_is_not_gone_on_with(self, tmp_path: Path) -> None:
         record, checkpoint = record_of(tmp_path, Ending.FINISHED), checkpoint_in(tmp_path, 4)
-        assert start_of(checkpoint, record, PLAIN, False, True) == Start(checkpoint, 4)
+        assert start_of(checkpoint, 4, record, PLAIN, False, True) == Start(checkpoint, 4)
 
-    @pytest.mark.parametrize(("other", "named"), [("other", "run other"), (None, "another run")])
-    def test_the_newest_of_another_run_is_told_of(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, other: str | None, named: str
-    ) -> None:
+    @pytest.mark.parametrize("other", ["other", None])
+    def test_the_newest_of_another_run_begins_anew(self, tmp_path: Path, other: str | None) -> None:
         checkpoint = checkpoint_in(tmp_path, 4, other)
-        assert start_of(checkpoint, record_of(tmp_path), PLAIN, False, True) == Start(checkpoint, 4)
-        assert f"(run, which came to step 6): it belongs to {named}." in caplog.text
+        assert start_of(checkpoint, 4, record_of(tmp_path), PLAIN, False, True) == Start(checkpoint, 4)
 
     def test_without_any_the_run_begins_again(self, tmp_path: Path) -> None:
         record = record_of(tmp_path)
-        assert start_of(None, record, PLAIN, False, "auto") == Start(None, 0, record)
+        assert start_of(None, 0, record, PLAIN, False, "auto") == Start(None, 0, record)
 
     @pytest.mark.parametrize(
         ("ending", "launch", "requested", "by_hand"),
@@ -178,30 +173,8 @@ class TestWhatACheckpointBegins:
     def test_a_person_looks_at_a_failure_before_it_is_started_by_hand(
         self, tmp_path: Path, ending: Ending, launch: Launch, requested: Any, by_hand: bool
     ) -> None:
-        start = start_of(None, record_of(tmp_path, ending), launch, False, requested)
+        start = start_of(None, 0, record_of(tmp_path, ending), launch, False, requested)
         assert (start.by_hand, start.by_agent) == (by_hand, launch.by_agent)
-
-    @pytest.mark.parametrize(
-        ("name", "state", "step"),
-        [
-            ("checkpoint-4", '{"global_step": 5}', 5),
-            ("checkpoint-4", "{}", 4),
-            ("checkpoint-4", "{", 4),
-            ("checkpoint-4", "[]", 4),
-            ("checkpoint-4", None, 4),
-            ("elsewhere", None, 0),
-        ],
-    )
-    def test_its_step_is_read_where_it_stands(self, tmp_path: Path, name: str, state: str | None, step: int) -> None:
-        (tmp_path / name).mkdir()
-        if state is not None:
-            (tmp_path / name / STATE_FILE).write_text(state)
-        assert step_in(tmp_path / name) == step
-
-    def test_its_marker_comes_first(self, tmp_path: Path) -> None:
-        checkpoint = Path(checkpoint_in(tmp_path, 4))
-        renamed = checkpoint.rename(tmp_path / "checkpoint-9")
-        assert step_in(renamed) == 4
 
 
 class TestAnotherProcess:
@@ -211,8 +184,9 @@ class TestAnotherProcess:
         process = Process.of(os.getppid())
         return Attempt(1, process.pid, socket.gethostname(), time.time(), process_began=process.began)
 
-    def test_that_lives_is_found(self, parent: Attempt) -> None:
-        assert still_alive(parent) is True
+    def test_that_lives_is_not_trained_beside(self, tmp_path: Path, parent: Attempt) -> None:
+        with pytest.raises(CheckpointError, match=f"Process {parent.pid} trains into"):
+            refuse_to_train_beside(RunRecord(tmp_path, "run", [parent]))
 
     @pytest.mark.parametrize(
         "fields",
@@ -221,37 +195,12 @@ class TestAnotherProcess:
             {"host": "elsewhere"},
             {"pid": os.getpid()},
             {"pid": 999_999_999},
-            {"pid": -1},
-            {"pid": 2**70},
             # Its number was given out again since.
             {"process_began": 1.5},
-            # Of an earlier version, of which it is not known.
-            {"process_began": 0.0},
         ],
     )
-    def test_that_does_not_is_not(self, parent: Attempt, fields: dict[str, Any]) -> None:
-        assert still_alive(replace(parent, **fields)) is False
-
-    def test_that_lives_is_found_after_the_clock_was_set(
-        self, parent: Attempt, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        created = psutil.Process.create_time
-        monkeypatch.setattr(psutil.Process, "create_time", lambda self: created(self) + 3600.0)
-        assert still_alive(parent) is True
-
-    def test_that_is_dead_and_not_yet_fetched_is_not(self, parent: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(psutil.Process, "status", lambda self: psutil.STATUS_ZOMBIE)
-        assert still_alive(parent) is False
-
-    def test_a_launcher_that_has_started_it_again_knows_better(self, tmp_path: Path, parent: Attempt) -> None:
-        record = RunRecord(tmp_path, "run", [replace(parent, job="17", agent="agent")])
-        assert trains_beside(record, PLAIN, False)
-        assert trains_beside(record, replace(SLURM, job="18"), True)
-        assert not trains_beside(record, TORCHRUN, True)
-        assert trains_beside(record, TORCHRUN, False)
-        assert not trains_beside(record_of(tmp_path), PLAIN, False)
-        assert not trains_beside(RunRecord(tmp_path, "run"), PLAIN, False)
-        assert not trains_beside(None, PLAIN, False)
+    def test_that_does_not_is_no_reason(self, tmp_path: Path, parent: Attempt, fields: dict[str, Any]) -> None:
+        refuse_to_train_beside(RunRecord(tmp_path, "run", [replace(parent, **fields)]))
 
 
 def test_where_a_run_begins_is_journaled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 from ...failures.recipes import Action, FailureType
 from ...failures.retry import RetryPolicy
-from ...hf.adapter import Instrument
 from ...ranks.messages import Failure, Position, failure_of, where_all_are
-from ...run.healer import Claim, Healer
+from ...run.healer import Claim, Healer, claim_for
 from ...run.run import Run
 from ...system.processes import EXIT_FOR_RESTART, restarts_on_exit
-from .threads import collective_in, current_frames, line_of, unfinished_collectives, user_line_of, write_stacks
-from .watchdog import Watchdog, within
+from .threads import unfinished_collectives, write_stacks
+from .watchdog import Watchdog, leave_process, within
 
 
 logger = logging.getLogger("self_healing")
@@ -29,56 +25,43 @@ logger = logging.getLogger("self_healing")
 
 
 # Seconds in which an exception that lets the training thread out of a collective has left `train()`.
-_LETTING_OUT, _GLANCE_AT_RANKS = 1.0, 0.05
+_LETTING_OUT, _GLANCE_AT_TRAINING = 1.0, 0.05
+# The others may have failed with the same exception, and end by themselves, unless they wait in a collective for
+# so many seconds, give no sign of life for so many, or are still there after so many.
+_IN_COLLECTIVE, _SILENT, _STILL_THERE = 1.0, 3.0, 6.0
+_GLANCE_AT_RANKS = 0.2
+# Where the others are is waited for as long, and what is written down as long, in seconds: in all less than the ten
+# within which the last rank ends.
+_ASKING, _WRITING, _LEAVING, _FLUSHING = 1.0, 2.0, 2.5, 0.5
 
 
 class HangWatch(Healer):
     """
     Watches for hangs, from one entry into `train()` to its end; and tells the other ranks what ends this one, to end
-    with the first of them that fails.
+    with the first of them that fails. Training cannot go on without that rank, and a collective whose other side is
+    gone returns after the timeout of its process group at best, half an hour.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        before_exit: Callable[[str, Failure | None, int], None],
-        still_training: Callable[[FrameType | None], bool],
-        over: Callable[[], None],
-        counts_attempts: Callable[[], bool],
-        leave_state: Callable[[Instrument, Callable[[], bool]], None],
-    ) -> None:
+    def __init__(self, run: Run, ending: Any) -> None:
         self._run = run
-        self._leave_state = leave_state
-        self._before_exit = before_exit
-        self._still_training = still_training
-        self._over = over
-        self._counts_attempts = counts_attempts
-        self._watchdog: Watchdog | None = None
-        self._joint_exit = JointExit(run, self._position, self._at_the_end, before_exit, self._leave_last_step)
+        # `RunEnding`, of a family that this one does not import.
+        self._ending = ending
+        self._watchdog = Watchdog(run, ending)
+        self._called_off = threading.Event()
+        self._lock = threading.Lock()
+        self._following: threading.Thread | None = None
+        # Where this rank was when it was clear that it does not end by itself.
+        self._stayed_at: Position | None = None
+        # Whether the training thread has come to `_call_off` while this rank is being ended, and stays there.
+        self._holds_training = False
 
     def attach(self, first: bool) -> None:
         """Watches this `train()` call, until the instrument is detached."""
         run, instrument = self._run, self._run.instrument
-        watchdog = self._watchdog = self._watchdog or Watchdog(
-            run.config,
-            run.heartbeat,
-            run.journal,
-            may_recover=lambda: run.may_enter_again,
-            before_exit=lambda why: self._before_exit(why, None, EXIT_FOR_RESTART),
-            step=lambda: run.step,
-            still_training=self._still_training,
-            at_the_end=self._at_the_end,
-            over=self._ended_without_a_word,
-            counts_attempts=self._counts_attempts,
-            ranks=run.ranks,
-        )
-        try:
-            watchdog.start()
-        except Exception:
-            logger.warning("Hangs are not watched for in this run.", exc_info=True)
+        self._watchdog.start()
         self.listen()
         # Undone last to first: it stays known where this rank is until the others have been told that it leaves.
-        instrument.on_detach.append(watchdog.stop)
+        instrument.on_detach.append(self._watchdog.stop)
         instrument.on_detach.append(self._detached)
         if not first and instrument.view.streams:
             # Skipping what a stream has given takes no longer than consuming it did.
@@ -93,12 +76,14 @@ class HangWatch(Healer):
         before it has come to `on_train_begin`.
         """
         if self._run.config.on_hang != "off":
-            self._joint_exit.begin()
-            self._run.ranks.watch(self._position, self._joint_exit.failed)
+            self._watchdog.training_thread = threading.get_ident()
+            self._called_off.clear()
+            self._following = None
+            self._run.ranks.watch(self._watchdog.position, self._failed)
 
     def left_by(self, error: BaseException) -> None:
         """Tells the other ranks of an exception that leaves `train()`; of the first one, and not of how a run ends."""
-        self._joint_exit.call_off()
+        self._call_off()
         ranks, instrument = self._run.ranks, self._run.attached
         if not ranks.known:
             return
@@ -106,151 +91,62 @@ class HangWatch(Healer):
             # All of them leave: one of them was asked to.
             return
         try:
-            position = self._position()
+            position = self._watchdog.position()
             failure = failure_of(error, ranks.rank, position.step, position.section)
             if failure is not None:
                 ranks.tell(failure)
         except Exception:
             logger.exception("The other ranks could not be told of %s, which is raised unchanged.", type(error))
 
+    def run_ends(self, step: int) -> None:
+        incident, self._watchdog.claimed = self._watchdog.claimed, None
+        if incident is not None:
+            # The code around it has swallowed the interrupt, and training went on.
+            self._run.journal.closed(incident, "self_recovered")
+
     def close(self) -> None:
         """The run is over in this process: the other ranks are told so, if it has not failed."""
-        self._joint_exit.call_off()
+        self._call_off()
         self._run.ranks.leave()
 
     @property
     def has_claim(self) -> bool:
-        return self._watchdog is not None and self._watchdog.has_claim
+        return self._watchdog.claimed is not None
 
     def claim(self, error: BaseException) -> Claim | None:
-        return None if self._watchdog is None else self._watchdog.claim(error)
-
-    def _at_the_end(self) -> bool:
-        instrument = self._run.attached
-        return instrument is not None and instrument.view.at_the_end
-
-    def _leave_last_step(self) -> None:
-        """
-        Called beside the training thread, which waits in a collective for a rank that is gone, or has been let out of
-        it by an exception since.
-        """
-        instrument, deadline = self._run.attached, time.monotonic() + _LETTING_OUT
-        began = self._position()
-        while not self._stands(began) and time.monotonic() < deadline:
-            time.sleep(_GLANCE_AT_RANKS)
-            began = self._position()
-        if instrument is not None and self._stands(began):
-            self._leave_state(instrument, lambda: self._stands(began))
-
-    def _stands(self, since: Position) -> bool:
-        """Whether the training thread changes nothing any more, and has not since it was somewhere."""
-        now = self._position()
-        if self._joint_exit.holds_training:
-            return now.step == since.step
-        return now.collective is not None and (now.step, now.section) == (since.step, since.section)
-
-    def _position(self) -> Position:
-        if self._watchdog is None:
-            return self._joint_exit.position_before(self._run.step)
-        return self._watchdog.position()
+        incident, self._watchdog.claimed = self._watchdog.claimed, None
+        return claim_for(incident, error)
 
     def _detached(self) -> None:
-        error, instrument = sys.exception(), self._run.attached
-        switched_off = instrument is not None and instrument.failsafe.switched_off
-        # The wrapper's run goes on to its postmortem, and says itself when it is over.
-        says_when_over = self._counts_attempts()
-        if switched_off and says_when_over:
+        error, run = sys.exception(), self._run
+        switched_off = run.instrument.failsafe.switched_off
+        if switched_off and run.wrapped:
             # Training goes on without us, and ends with the others all the same.
             return
-        self._joint_exit.call_off()
+        self._call_off()
         if error is not None and not switched_off:
             self.left_by(error)
-        if not says_when_over:
-            self._run.ranks.leave()
+        if not run.wrapped:
+            # The wrapper's run goes on to its postmortem, and says itself when it is over.
+            run.ranks.leave()
 
-    def _ended_without_a_word(self) -> None:
-        self.close()
-        self._over()
-
-
-# ---- joint exit: ends this process when another rank of the job has failed, whatever collective it waits in ----
-
-
-# The others may have failed with the same exception, and end by themselves, unless they wait in a collective for
-# so many seconds, give no sign of life for so many, or are still there after so many.
-_IN_COLLECTIVE, _SILENT, _STILL_THERE = 1.0, 3.0, 6.0
-_GLANCE_AT_RANKS = 0.2
-# Where the others are is waited for as long, and what is written down as long, in seconds: in all less than the ten
-# within which the last rank ends.
-_ASKING, _WRITING, _LEAVING, _FLUSHING = 1.0, 2.0, 2.5, 0.5
-
-
-class JointExit:
-    """
-    Ends this process when another rank has failed: training cannot go on without that rank, and a collective whose
-    other side is gone returns after the timeout of its process group at best, half an hour.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        position: Callable[[], Position],
-        at_the_end: Callable[[], bool],
-        before_exit: Callable[[str, Failure, int], None],
-        leave_state: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._run = run
-        self._leave_state = leave_state
-        self._position = position
-        self._at_the_end = at_the_end
-        self._before_exit = before_exit
-        self._called_off = threading.Event()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        # Where this rank was when it was clear that it does not end by itself.
-        self._stayed_at: Position | None = None
-        # Whether the training thread has come to `call_off` while this rank is being ended, and stays there.
-        self.holds_training = False
-        self.training_thread = 0
-        self._began = time.monotonic()
-
-    def begin(self) -> None:
-        """Called in the training thread when `train()` begins."""
-        self.training_thread = threading.get_ident()
-        self._began = time.monotonic()
-        self._called_off.clear()
-        self._thread = None
-
-    def position_before(self, step: int) -> Position:
-        """Says where this rank is before its signs of life are watched."""
-        frame = current_frames().get(self.training_thread)
-        return Position(
-            step,
-            "before the first step",
-            0,
-            time.monotonic() - self._began,
-            0.0,
-            training=False,
-            collective=collective_in(frame),
-            line=None if frame is None else line_of(frame),
-            called_from=user_line_of(frame),
-        )
-
-    def call_off(self) -> None:
+    def _call_off(self) -> None:
         """Called in the training thread when `train()` is left: from here on the process is the caller's."""
         # Not while it is being ended: what is written down would be cut off.
-        self.holds_training = True
+        self._holds_training = True
         with self._lock:
             self._called_off.set()
-        self.holds_training = False
+        self._holds_training = False
 
-    def failed(self, failure: Failure) -> None:
-        """Another rank has failed: ends this one as soon as it is clear that it does not end by itself."""
-        if self._thread is None and not self._called_off.is_set():
-            self._thread = threading.Thread(
+    # ---- another rank has failed: in threads of their own ----
+
+    def _failed(self, failure: Failure) -> None:
+        """Ends this rank as soon as it is clear that it does not end by itself."""
+        if self._following is None and not self._called_off.is_set():
+            self._following = threading.Thread(
                 target=self._follow, args=(failure,), name="self_healing joint exit", daemon=True
             )
-            self._thread.start()
+            self._following.start()
 
     def _follow(self, failure: Failure) -> None:
         try:
@@ -269,11 +165,11 @@ class JointExit:
         """Waits until it is clear that this rank does not end by itself; `False` if it does."""
         known = time.monotonic()
         while not self._called_off.wait(_GLANCE_AT_RANKS):
-            position, since = self._position(), time.monotonic() - known
+            position, since = self._watchdog.position(), time.monotonic() - known
             self._stayed_at = position
             if position.collective is not None and position.seconds >= _IN_COLLECTIVE:
                 return True
-            if self._at_the_end():
+            if position.ending:
                 # What is left of the run may need no other rank (an upload).
                 continue
             if since >= failure.patience and (position.seconds >= _SILENT or since >= failure.patience + _STILL_THERE):
@@ -288,17 +184,33 @@ class JointExit:
         code = EXIT_FOR_RESTART if restarts else failure.exit_code or 1
         within(_ASKING + _WRITING, lambda: self._write_down(failure, code))
         if restarts:
-            within(_LEAVING, self._leave_state)
-        within(_FLUSHING, logging.shutdown)
-        within(_FLUSHING, sys.stdout.flush)
-        within(_FLUSHING, sys.stderr.flush)
-        # Nothing of Python's own end may run: it would wait for the thread that is blocked.
-        os._exit(code)
+            within(_LEAVING, self._leave_last_step)
+        leave_process(code, _FLUSHING)
+
+    def _leave_last_step(self) -> None:
+        """
+        Called beside the training thread, which waits in a collective for a rank that is gone, or has been let out of
+        it by an exception since.
+        """
+        instrument, deadline = self._run.attached, time.monotonic() + _LETTING_OUT
+        began = self._watchdog.position()
+        while not self._stands(began) and time.monotonic() < deadline:
+            time.sleep(_GLANCE_AT_TRAINING)
+            began = self._watchdog.position()
+        if instrument is not None and self._stands(began):
+            self._ending.last_step.leave(instrument, lambda: self._stands(began))
+
+    def _stands(self, since: Position) -> bool:
+        """Whether the training thread changes nothing any more, and has not since it was somewhere."""
+        now = self._watchdog.position()
+        if self._holds_training:
+            return now.step == since.step
+        return now.collective is not None and (now.step, now.section) == (since.step, since.section)
 
     def _write_down(self, failure: Failure, code: int | None) -> None:
         run, journal = self._run, self._run.journal
-        # Since then the collective may have returned, with an exception that waits for this thread in `call_off`.
-        here = self._stayed_at or self._position()
+        # Since then the collective may have returned, with an exception that waits for this thread in `_call_off`.
+        here = self._stayed_at or self._watchdog.position()
         everywhere = run.ranks.positions(within=_ASKING) | {run.ranks.rank: here}
         evidence: dict[str, Any] = {
             "rank": failure.rank,
@@ -314,34 +226,24 @@ class JointExit:
         incident = journal.open(run.step, "failure_on_another_rank", evidence)
         told = str(failure)
         found: dict[str, Any] = {"diagnosis": f"{told[0].upper()}{told[1:]}. {where_all_are(everywhere)}"}
-        if unfinished := self._unfinished_collectives():
+        if unfinished := unfinished_collectives():
             found["unfinished_collectives"] = unfinished
         journal.diagnosed(incident, FailureType.PROCESS_DIED, f"{failure.whose}: {failure.failure.value}", found)
         path = journal.directory / "hangs" / f"{incident.id}-stacks.txt"
         try:
-            write_stacks(path, found["diagnosis"], self.training_thread, {})
+            write_stacks(path, found["diagnosis"], self._watchdog.training_thread)
             journal.acted(incident, Action.WRITE_STACKS.value, path=str(path))
         except OSError as error:
             logger.warning("The stacks could not be written to %s: %s.", path, error)
-        why = f"{failure}; this rank {here}"
         if code is None:
             logger.error("Another rank has failed, and this one stays as it is (on_hang). %s", found["diagnosis"])
             journal.closed(incident, "reported")
-            journal.dealt_with(incident)
-            return
-        logger.error("This rank ends because another one has failed. %s", found["diagnosis"])
-        if code == EXIT_FOR_RESTART:
-            journal.acted(incident, Action.EXIT_FOR_RESTART.value, exit_code=code)
         else:
-            journal.acted(incident, Action.STOP.value, exit_code=code)
-            journal.closed(incident, "fatal")
-        self._before_exit(why, failure, code)
+            logger.error("This rank ends because another one has failed. %s", found["diagnosis"])
+            ends_for_good = code != EXIT_FOR_RESTART
+            action = Action.STOP if ends_for_good else Action.EXIT_FOR_RESTART
+            journal.acted(incident, action.value, exit_code=code)
+            if ends_for_good:
+                journal.closed(incident, "fatal")
+            self._ending.end_process(f"{failure}; this rank {here}", failure, code)
         journal.dealt_with(incident)
-
-    @staticmethod
-    def _unfinished_collectives() -> list[str]:
-        try:
-            return unfinished_collectives()
-        except Exception:
-            logger.warning("The flight recorder of torch could not be read.", exc_info=True)
-            return []

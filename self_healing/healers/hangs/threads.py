@@ -1,24 +1,19 @@
-"""Stacks of all threads, the collective one waits in, and the signal that wakes the main thread."""
+"""Stacks of all threads, and the collective that one waits in."""
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import gc
 import json
 import linecache
 import os
 import re
-import signal
 import sys
 import threading
 import time
 import traceback
-import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -43,7 +38,7 @@ def current_frames() -> dict[int, FrameType]:
                 gc.enable()
 
 
-def write_stacks(path: Path, headline: str, training_thread: int, workers: Mapping[int, str]) -> None:
+def write_stacks(path: Path, headline: str, training_thread: int) -> None:
     """Writes the stacks of all threads to a file, and what is known of the processes started by this one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     frames = current_frames()
@@ -55,14 +50,9 @@ def write_stacks(path: Path, headline: str, training_thread: int, workers: Mappi
             training = " (the training thread)" if ident == training_thread else ""
             file.write(f"\n---- thread {names.get(ident, '?')}{training}, {ident}\n")
             file.writelines(traceback.format_stack(frames[ident]))
-        file.write("\n---- the same as the interpreter sees it\n")
-        file.flush()
-        faulthandler.dump_traceback(file, all_threads=True)
         file.write("\n---- processes started by this one\n")
         for child in psutil.Process().children(recursive=True):
             file.write(_describe_process(child))
-        for pid, stacks in workers.items():
-            file.write(f"\n---- process {pid}, a data loader worker\n{stacks or 'does not answer'}\n")
 
 
 def line_of(frame: FrameType) -> str:
@@ -87,31 +77,10 @@ def _installed(file: str) -> bool:
     return file.startswith((sys.base_prefix, "<frozen")) or "site-packages" in file
 
 
-def worker_line_in(stacks: str) -> tuple[str, bool]:
-    """Finds the line a data loader worker waits at, and tells whether it loads a batch or has nothing to do."""
-    answered = re.findall(
-        r'File "(.*?)", (line \d+ in .*)', stacks.partition("Current thread")[2].partition("\n\n")[0]
-    )
-    if not answered:
-        return "an unknown line (it does not answer)", True
-    loading: list[tuple[str, str]] = []
-    for file, line in answered:
-        if file.endswith("_utils/worker.py"):
-            break
-        loading.append((file, line))
-    own = next(((file, line) for file, line in loading if not _installed(file)), answered[0])
-    return f"{own[0]}, {own[1]}", any("/multiprocessing/" not in file for file, _ in loading[1:])
-
-
 def _describe_process(process: psutil.Process) -> str:
     try:
-        command = " ".join(process.cmdline())[:200]
-        waits = ""
-        path = Path(f"/proc/{process.pid}/wchan")
-        if path.exists():
-            waits = f", kernel: {path.read_text().strip() or '?'}"
-        return f"{process.pid} ({process.status()}{waits}) {command}\n"
-    except (psutil.Error, OSError) as error:
+        return f"{process.pid} ({process.status()}) {' '.join(process.cmdline())[:200]}\n"
+    except psutil.Error as error:
         return f"{process.pid}: {type(error).__name__}\n"
 
 
@@ -163,10 +132,10 @@ def unfinished_collectives() -> list[str]:
     """Asks torch's flight recorder (`TORCH_FR_BUFFER_SIZE`) for the collectives that have not come to their end."""
     import torch._C._distributed_c10d as c10d
 
+    # Of a build without NCCL; of a torch before 2.9.
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump: Any = getattr(c10d, name, None)
         if dump is None:
-            # Of a build without NCCL; of a torch before 2.9.
             continue
         entries = json.loads(dump(True, False)).get("entries", [])
         waiting = [each for each in entries if not each.get("retired") and each.get("state") != "completed"]
@@ -181,148 +150,3 @@ def _described(entry: dict[str, Any]) -> str:
         f"{entry.get('profiling_name', '?')} number {entry.get('collective_seq_id', '?')} of {group[-1] or group[0]}, "
         f"sizes {entry.get('input_sizes', [])}, {entry.get('state', '?')}"
     )
-
-
-# ---- working: tells a thread that works for long from one that hangs: it compiles, or it computes ----
-
-
-# What is on the stack only while something is compiled, or tried for its speed, as a new shape comes up in the middle
-# of a run. torch 2.13, Triton 3: the rest of these files is there while the result runs as well.
-_FILES = (str(_TORCH / "_dynamo/convert_frame.py"), str(_TORCH / "utils/cpp_extension.py"))
-_CALLS = frozenset(
-    {
-        (str(_TORCH / "_inductor/compile_fx.py"), "compile_fx_inner"),
-        (str(_TORCH / "_inductor/compile_fx.py"), "_compile_fx_inner"),
-        (str(_TORCH / "_inductor/runtime/triton_heuristics.py"), "benchmark_all_configs"),
-        (str(_TORCH / "_inductor/runtime/triton_heuristics.py"), "coordinate_descent_tuning"),
-    }
-)
-_TRITON = (str(Path("triton/compiler/compiler.py")), "compile")
-_AUTOTUNER = (str(Path("triton/runtime/autotuner.py")), "_bench")
-
-
-def compiles() -> bool:
-    """Whether a thread of this process compiles: that of training, or one of autograd on behalf of it."""
-    for frame in list(current_frames().values()):
-        at = frame
-        while at is not None:
-            file, name = at.f_code.co_filename, at.f_code.co_name
-            if file.startswith(_FILES) or (file, name) in _CALLS:
-                return True
-            if any(file.endswith(end) and name == call for end, call in (_TRITON, _AUTOTUNER)):
-                return True
-            at = at.f_back  # type: ignore[assignment]
-    return False
-
-
-def processor_seconds(thread: int) -> float | None:
-    """Gives what a thread of this process has spent on a processor so far."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        stat = Path(f"/proc/self/task/{thread}/stat").read_bytes()
-        # proc(5): after the name in brackets, which may hold any characters.
-        spent = stat.rpartition(b")")[2].split()
-        return (int(spent[11]) + int(spent[12])) / os.sysconf("SC_CLK_TCK")
-    return None
-
-
-# ---- wake signal ----
-
-
-class Interruptible(Protocol):
-    """Is interrupted by a signal."""
-
-    @property
-    def needed(self) -> bool:
-        """Whether the run that is watched still goes on."""
-
-    def interrupt(self, frame: FrameType | None) -> None:
-        """Called in the training thread; may raise."""
-
-
-class WakeSignal:
-    """Handles the signal that interrupts the training thread, and the one that data loader workers answer to."""
-
-    def __init__(self, watchdog: Interruptible, free: list[int]) -> None:
-        self._watchdog = weakref.ref(watchdog)
-        self.signal = free[0]
-        self.worker_signal: int | None = None
-        self.worker_stacks: Any | None = None
-        self._earlier = signal.signal(self.signal, self)
-        if len(free) > 1 and hasattr(os, "memfd_create"):
-            # Inherited by data loader workers that are forked: they write down where they are when they are asked.
-            self.worker_stacks = os.fdopen(os.memfd_create("self_healing_stacks"), "w+b", buffering=0)
-            self.worker_signal = free[1]
-            faulthandler.register(self.worker_signal, file=self.worker_stacks, all_threads=True)
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        watchdog = self._watchdog()
-        if watchdog is None:
-            self.give_back()
-        else:
-            watchdog.interrupt(frame)
-
-    @property
-    def needed(self) -> bool:
-        """Whether the run it was installed for still goes on."""
-        watchdog = self._watchdog()
-        return watchdog is not None and watchdog.needed
-
-    def give_back(self) -> None:
-        """Called in the main thread."""
-        installed: Any = signal.getsignal(self.signal)
-        if installed is self:
-            signal.signal(self.signal, self._earlier)
-        if self.worker_signal is not None and self.worker_stacks is not None:
-            faulthandler.unregister(self.worker_signal)
-            self.worker_stacks.close()
-            self.worker_signal = self.worker_stacks = None
-
-    def stacks_of_workers(self) -> dict[int, str]:
-        """Asks the processes forked from this one where they are; empty for those that do not answer."""
-        number, file = self.worker_signal, self.worker_stacks
-        found: dict[int, str] = {}
-        if number is None or file is None:
-            return found
-        for child in psutil.Process().children(recursive=True):
-            if not (_shares(child.pid, file.fileno()) and _catches(child.pid, number)):
-                continue
-            begin = os.fstat(file.fileno()).st_size
-            try:
-                os.kill(child.pid, number)
-            except ProcessLookupError:
-                # It has ended since it was listed.
-                continue
-            for _ in range(20):
-                time.sleep(0.05)
-                if os.fstat(file.fileno()).st_size > begin:
-                    break
-            time.sleep(0.05)
-            found[child.pid] = os.pread(file.fileno(), 1 << 20, begin).decode("utf-8", "replace")
-        return found
-
-
-def own_signals() -> list[int]:
-    """Gives the signals that a watchdog may take, in the order in which they are tried."""
-    if hasattr(signal, "SIGRTMIN"):
-        # The first ones are taken by debuggers and profilers now and then.
-        return list(range(signal.SIGRTMIN + 5, signal.SIGRTMAX))
-    return [signal.SIGUSR2]
-
-
-def _shares(pid: int, number: int) -> bool:
-    """Whether a process was forked from this one with a file open; other programs may have other uses for a signal."""
-    try:
-        return os.path.samestat(os.stat(f"/proc/{pid}/fd/{number}"), os.fstat(number))
-    except OSError:
-        return False
-
-
-def _catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal, which would end it otherwise."""
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    except (OSError, ValueError):
-        pass
-    return False

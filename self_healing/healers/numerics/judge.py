@@ -130,7 +130,7 @@ class StepJudge(Healer):
         return window.signals(
             stop=self.run.stop_incident is not None,
             roll_back=self.numerics.roll_back_for is not None,
-            leave=self.run.leave_asked(),
+            leave=self.run.asked_to_leave is not None,
             news=self.run.news.waiting,
             digest=digest,
         )

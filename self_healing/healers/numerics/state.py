@@ -167,14 +167,6 @@ class NumericsState:
             self.learning_rate.load_state_dict(rate.state_dict())
             self.rate_after_reduction = reduced if isinstance(reduced, float) else None
 
-    def reset_ladder(self) -> None:
-        """Begins the ladder at its first rung: the run was started again on purpose."""
-        self.ladder.reset()
-
-    def trained_steps(self, finished: int) -> int:
-        """Of the steps that are finished, how many are in the weights."""
-        return self.missing.trained(finished)
-
     # ---- no step comes after these ----
 
     def close_outcomes(self, unfollowed: str | None = None) -> None:

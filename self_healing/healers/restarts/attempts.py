@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn
 
 from ...checkpoints.marker import read_marker, step_of
-from ...failures.classify import describe_exception
 from ...failures.recipes import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
 from ...hf.adapter import Instrument
 from ...hf.trainer_state import PENDING, Pending, ResumePoint, load_generated
@@ -23,8 +17,8 @@ from ...rollback.shared_memory import StateUnusable, StoredState
 from ...run.incidents import may_be_repeated
 from ...run.record import Attempt, Ending, RunRecord
 from ...run.run import Run
-from ...run.status import RunState, StatusKeeper
-from ...system.files import POSTMORTEM_FILE, STATE_FILE
+from ...run.status import StatusKeeper
+from ...system.files import POSTMORTEM_FILE
 from ...system.processes import launch_of
 from .start import Start, note_checkpoint
 
@@ -35,112 +29,79 @@ logger = logging.getLogger("self_healing")
 # ---- attempts: what earlier processes of a run have left, and what this one leaves to the next ----
 
 
-class HealedSteps(Protocol):
-    """What healing inside of steps has decided, for the next process, and what it has left open."""
-
-    def recovery_state(self) -> dict[str, Any]: ...
-
-    def load_recovery_state(self, recorded: Mapping[str, Any]) -> None: ...
-
-    def reset_ladder(self) -> None: ...
-
-    def trained_steps(self, finished: int) -> int: ...
-
-    def close_outcomes(self, unfollowed: str | None = None) -> None: ...
-
-    def close_as_fatal(self, incident: Incident) -> None: ...
-
-
+@dataclass(eq=False, slots=True)
 class Attempts:
     """
     Keeps what a run must not forget with the process it runs in, if there is a record of it, and counts how often
     `train()` was entered.
     """
 
-    def __init__(self, run: Run, steps: HealedSteps) -> None:
-        self._run = run
-        self.steps = steps
-        # Told to those who look into the output directory, by the first process.
-        self.status: StatusKeeper | None = None
-        # The emergency checkpoint that the next entry goes on from.
-        self.resume_point: ResumePoint | None = None
-        self.record: RunRecord | None = None
-        # Whether earlier processes wrote it: their incidents and budgets are this one's, too.
-        self.taken_up = False
-        # How often `train()` was entered, in this process and before.
-        self._entries = self._entries_before = 0
-        # The state in shared memory that the first entry of this process resumed from.
-        self.memory: StoredState | None = None
-        # What the first entry of this process resumed from.
-        self.first_resume: str | None = None
-        self.postmortem: str | None = None
-        # Of all processes in one optimizer step; 0 where that is not known.
-        self.rows = 0
+    run: Run
+    # Told to those who look into the output directory, by the first process.
+    status: StatusKeeper | None = None
+    # The emergency checkpoint that the next entry goes on from.
+    resume_point: ResumePoint | None = None
+    record: RunRecord | None = None
+    # Whether earlier processes wrote it: their incidents and budgets are this one's, too.
+    taken_up: bool = False
+    # The state in shared memory that the first entry of this process resumed from.
+    memory: StoredState | None = None
+    # What the first entry of this process resumed from.
+    first_resume: str | None = None
+    postmortem: str | None = None
+    # How often `train()` was entered, in this process and before; since the run went back to an older checkpoint.
+    entries: int = 0
+    _entries_before: int = 0
 
     def enter(self) -> None:
         """Counts that `train()` was entered."""
-        self._entries += 1
-        self._run.journal.attempt = self._entries_before + self._entries
+        self.entries += 1
+        self.run.journal.attempt = self._entries_before + self.entries
 
     def in_memory(self, checkpoint: str | None) -> bool:
         """Whether what was resumed from is a state in shared memory."""
         return self.memory is not None and checkpoint == self.memory.checkpoint
-
-    @property
-    def entered(self) -> bool:
-        """Whether `train()` was entered already: in this process, and since it went back to an older checkpoint."""
-        return self._entries > 0
-
-    @property
-    def in_first_entry(self) -> bool:
-        """Whether this is the first entry into `train()` since then."""
-        return self._entries == 1
 
     # ---- the record ----
 
     def keep(self, record: RunRecord, taken_up: bool) -> None:
         """From here on what must not be forgotten with this process is in the run directory."""
         self.record, self.taken_up = record, taken_up
-        journal = self._run.journal
+        journal = self.run.journal
         if taken_up:
             incidents = [Incident.from_dict(entry) for entry in record.incidents]
             journal.take_up(incidents, [entry["incident"] for entry in record.incidents])
             self.load_recovery_state()
             for incident in journal.incidents:
                 if incident.outcome == "open":
-                    self._run.outcomes.wait_for(incident)
+                    self.run.outcomes.wait_for(incident)
         journal.changed = self.write
         journal.attempts = record.describe_attempts
 
     def load_recovery_state(self) -> None:
         """Takes over budgets and learning rate as the process before this one left them, later than any checkpoint."""
-        if self.record is None or not self.taken_up:
-            return
-        self.steps.load_recovery_state(self.record.recovery_state)
+        if self.record is not None and self.taken_up:
+            self.run.numerics.load_recovery_state(self.record.recovery_state)
 
     def write(self) -> None:
         """Writes down what must not be forgotten."""
-        record, run = self.record, self._run
+        record, run = self.record, self.run
         if record is None or run.journal.rank != 0:
             return
         if run.attached is not None:
             record.newest.last_step = max(record.newest.last_step, run.step)
         record.incidents = [incident.to_dict() for incident in run.journal.of_all_ranks]
-        record.recovery_state = self.steps.recovery_state()
+        record.recovery_state = run.numerics.recovery_state()
         record.write()
-
-    # ---- the status ----
 
     def tell_status(self, output_dir: Path, max_steps: int) -> None:
         """Tells those who look into the `output_dir` that the run goes on, until the trainer is itself again."""
-        run = self._run
-        if run.journal.rank != 0 or (self.record is not None and not self.record.kept):
-            # The status is that of the process that trained there first, as the record is.
+        run = self.run
+        if run.journal.rank != 0:
             return
-        self.status = status = self.status or StatusKeeper(output_dir)
-        status.begin(run.run_id, run.journal.path, run.step, max_steps, marks=self.record is None)
-        if self.record is None:
-            run.instrument.on_detach.append(partial(_left, status, run.instrument))
+        self.status = self.status or StatusKeeper(output_dir)
+        number = 0 if self.record is None else self.record.newest.number
+        self.status.begin(run.run_id, run.journal.path, run.step, max_steps, number)
 
     # ---- this process's part ----
 
@@ -148,10 +109,8 @@ class Attempts:
         """This process begins its part in the run."""
         if self.record is None:
             return
-        marks = self._run.journal.rank == 0
         launch = launch_of()
-        attempt = self.record.begin_attempt(checkpoint, step, marks, launch.job, launch.agent)
-        attempt.rows = self.rows
+        attempt = self.record.begin_attempt(checkpoint, step, launch.job, launch.agent)
         self._entries_before = attempt.number - 1
         self.write()
 
@@ -160,7 +119,7 @@ class Attempts:
         The checkpoint that was resumed from is damaged: the next entry goes on from an older one, as a new process.
         """
         self.resume_point = self.memory = None
-        self._entries_before, self._entries = self._entries_before + self._entries, 0
+        self._entries_before, self.entries = self._entries_before + self.entries, 0
         # Budget and ladder are the run's, and not those the checkpoint was written with.
         self.taken_up = True
         if self.record is not None and self.record.attempts:
@@ -181,20 +140,13 @@ class Attempts:
             return
         if ending is Ending.FINISHED and self.taken_up:
             # What an earlier process died of is not what became of the run.
-            self._run.journal.set_aside_postmortem()
-        record.end_attempt(ending, why, self._run.step)
+            self.run.journal.set_aside_postmortem()
+        newest = record.newest
+        newest.ending, newest.why, newest.last_step = ending, why, max(newest.last_step, self.run.step)
         if self.status is not None:
-            self.status.end_attempt(ending, record.newest.last_step, why)
+            self.status.end_attempt(ending, newest.last_step, why)
         record.postmortem = self.postmortem
         self.write()
-        record.close()
-
-
-def _left(status: StatusKeeper, instrument: Instrument) -> None:
-    """The trainer is given back; without the wrapper, an exception on its way out of `train()` is the end."""
-    error = sys.exc_info()[1]
-    if error is not None and not instrument.failsafe.switched_off:
-        status.end(RunState.STOPPED, instrument.view.step, describe_exception(error))
 
 
 # ---- earlier attempts: takes up what earlier processes left of a run, or refuses to try it once more ----
@@ -208,7 +160,8 @@ class Refusal:
     advice: str
     step: int
     postmortem: str | None = None
-    first_verdict: str | None = None
+    # What the process that ended the run for good had said, if one had.
+    why: str = ""
 
 
 def gave_up(record: RunRecord) -> Refusal:
@@ -224,7 +177,7 @@ def gave_up(record: RunRecord) -> Refusal:
     )
 
 
-def crash_loop(record: RunRecord, attempts_allowed: int, died: bool) -> Refusal:
+def crash_loop(record: RunRecord, attempts_allowed: int) -> Refusal:
     """The run has ended again and again without getting further."""
     last = record.newest
     loop = [attempt for attempt in record.attempts if attempt.first_step >= last.first_step]
@@ -235,42 +188,41 @@ def crash_loop(record: RunRecord, attempts_allowed: int, died: bool) -> Refusal:
         f"{step} (last end: {last.ending.value}{told}); the budget of "
         f"{attempts_allowed} attempts without progress is spent"
     )
-    advice = FAILURE_RECIPES[FailureType.PROCESS_DIED].advice if died else ""
     advice = (
-        f"{advice} Look at what the attempts have in common (chain, attempts). Started by hand with "
-        "resume_from_checkpoint=True, the job gets new attempts."
-    ).strip()
+        f"{FAILURE_RECIPES[FailureType.PROCESS_DIED].advice} Look at what the attempts have in common (chain, "
+        "attempts). Started by hand with resume_from_checkpoint=True, the job gets new attempts."
+    )
     return Refusal(verdict, advice, step)
 
 
-def take_up(run: Run, attempts: Attempts, start: Start) -> None:
+def take_up(run: Run, start: Start) -> None:
     """Goes on with what an earlier process left, if that may be tried once more, and begins this process's attempt."""
     refusal: Refusal | None = None
     try:
-        refusal = _judge(run, attempts, start)
+        refusal = _judge(run, start)
     except Exception:
         logger.exception("self_healing failed while it looked at earlier attempts; training goes on without them.")
-    attempts.begin(start.checkpoint, start.step)
+    run.part(Attempts).begin(start.checkpoint, start.step)
     if refusal is not None:
-        _refuse(run, attempts, start, refusal)
+        _refuse(run, start, refusal)
 
 
-def _judge(run: Run, attempts: Attempts, start: Start) -> Refusal | None:
+def _judge(run: Run, start: Start) -> Refusal | None:
     """Takes in how the process before this one ended. Gives why the run is not continued, if it is not."""
     record = start.record
     if record is None:
         return None
     earlier, refusal = record.newest, None
     if start.by_hand:
-        attempts.steps.reset_ladder()
+        run.numerics.ladder.reset()
     # Before it is written down how that one ended.
-    spends, died = start.spends, start.died
-    if died:
+    spends = start.spends
+    if start.died:
         _infer_death(run, start, earlier)
     if record.ending is Ending.GAVE_UP and not start.by_hand:
         refusal = gave_up(record)
     elif spends and not run.budget.spend(earlier.last_step):
-        refusal = crash_loop(record, run.config.max_recovery_attempts, died)
+        refusal = crash_loop(record, run.config.max_recovery_attempts)
     _count_repeated_steps(run, start, refusal is not None)
     if refusal is None:
         logger.warning(
@@ -282,24 +234,7 @@ def _judge(run: Run, attempts: Attempts, start: Start) -> Refusal | None:
             earlier.last_step,
             (earlier.why or earlier.ending.value).removesuffix("."),
         )
-        _warn_about_rows(earlier.rows, attempts.rows, start.step)
     return refusal
-
-
-def _warn_about_rows(before: int, now: int, step: int) -> None:
-    """Warns that steps have another number of rows than those so far: processes or settings have changed."""
-    if 0 in (before, now, step) or before == now:
-        return
-    logger.warning(
-        "A step has %d rows from here on, and had %d (processes x per_device_train_batch_size x "
-        "gradient_accumulation_steps): the learning rate was chosen for the other size, and the place in the data is "
-        "counted as if all %d steps had been of the new one, so that some rows of this epoch are %s. If that is not "
-        "what you want, set gradient_accumulation_steps so that the product stays.",
-        now,
-        before,
-        step,
-        "left out" if now > before else "trained on twice",
-    )
 
 
 def _infer_death(run: Run, start: Start, earlier: Attempt) -> None:
@@ -335,17 +270,15 @@ def _count_repeated_steps(run: Run, start: Start, refused: bool) -> None:
     run.journal.taken_up(incident, start.step, start.checkpoint)
 
 
-def go_on_from_disk(run: Run, attempts: Attempts, checkpoint: str | None, why: StateUnusable) -> None:
+def go_on_from_disk(run: Run, checkpoint: str | None, why: StateUnusable) -> None:
     """Goes on from disk in place of a state in memory that does not fit the trainer, and counts what that costs."""
-    step = 0 if checkpoint is None else step_of(checkpoint, default=0)
+    attempts, step = run.part(Attempts), 0 if checkpoint is None else step_of(checkpoint, default=0)
     came_to = 0 if attempts.record is None else max(attempt.last_step for attempt in attempts.record.attempts[:-1])
     logger.warning(
-        "The state in shared memory cannot be gone on from: %s. Going on from %s (step %d) instead; %d steps are done "
-        "again.",
+        "The state in shared memory cannot be gone on from: %s. Going on from %s (step %d) instead.",
         why,
         checkpoint or "the beginning",
         step,
-        max(came_to - step, 0),
     )
     if checkpoint is not None and run.journal.rank == 0:
         note_checkpoint(run.journal, checkpoint, step)
@@ -356,59 +289,45 @@ def go_on_from_disk(run: Run, attempts: Attempts, checkpoint: str | None, why: S
     attempts.begin_from_older(checkpoint, step)
 
 
-def _refuse(run: Run, attempts: Attempts, start: Start, refused: Refusal) -> NoReturn:
+def _refuse(run: Run, start: Start, refused: Refusal) -> NoReturn:
     """Ends a run that is not tried once more; the postmortem speaks of all its attempts and all its processes."""
-    others = run.journal.errors_of_other_ranks(start.step) if refused.postmortem is None else []
-    told = "".join(
-        f"; rank {other['rank']} at step {other['step']}: {other['error']['type']}: {other['error']['message']}"
-        for other in others
-    )
-    still_open = [incident for incident in run.journal.incidents if incident.outcome == "open"]
+    journal, attempts = run.journal, run.part(Attempts)
+    still_open = [incident for incident in journal.incidents if incident.outcome == "open"]
     if still_open:
-        attempts.steps.close_as_fatal(still_open[-1])
-    if refused.postmortem is None and run.journal.rank > 0:
+        run.numerics.close_as_fatal(still_open[-1])
+    if refused.postmortem is None and journal.rank > 0:
         # Its own stays what it is: the only place that names what this process ended with.
         refused.postmortem = str(run.directory / POSTMORTEM_FILE)
     elif refused.postmortem is None:
-        refused.postmortem = run.journal.write_postmortem(
-            refused.verdict + told,
+        refused.postmortem = journal.write_postmortem(
+            refused.verdict,
             FailureType.PROCESS_DIED,
             refused.step,
             None,
-            _log_history_in(start.checkpoint),
+            [],
             None,
             advice=refused.advice,
             older_checkpoint=start.checkpoint,
-            other_ranks=others,
+            other_ranks=journal.errors_of_other_ranks(start.step),
         )
     attempts.postmortem = refused.postmortem
-    attempts.end(Ending.GAVE_UP, refused.first_verdict or refused.verdict + told)
+    attempts.end(Ending.GAVE_UP, refused.why or refused.verdict)
     raise UnrecoverableTrainingError(
-        f"Training is not started again: {refused.verdict}{told}. What to do: {refused.advice} "
+        f"Training is not started again: {refused.verdict}. What to do: {refused.advice} "
         f"Postmortem: {refused.postmortem or 'could not be written'}.",
         failure=FailureType.PROCESS_DIED,
         postmortem=refused.postmortem,
     )
 
 
-def _log_history_in(checkpoint: str | None) -> list[dict[str, Any]]:
-    """Reads the log history of a checkpoint; empty if it cannot be read."""
-    if checkpoint is None:
-        return []
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return list(json.loads(Path(checkpoint, STATE_FILE).read_text(encoding="utf-8"))["log_history"])
-    return []
-
-
 # ---- resumed bookkeeping ----
 
 
-def continue_bookkeeping(
-    run: Run, attempts: Attempts, instrument: Instrument, resumed_from: str | None, step: int
-) -> None:
+def continue_bookkeeping(run: Run, instrument: Instrument, resumed_from: str | None, step: int) -> None:
     """
     Takes over what was written down beside the checkpoint that was resumed from, and does first what is pending of it.
     """
+    attempts = run.part(Attempts)
     point = attempts.resume_point
     if point is not None and point.path == resumed_from:
         instrument.reentry.continue_from(point, run.started_at)
@@ -416,7 +335,7 @@ def continue_bookkeeping(
         marker = read_marker(Path(resumed_from))
         bookkeeping = marker["bookkeeping"] if marker is not None and marker.get("step") == step else None
         if bookkeeping is not None:
-            _take_over(instrument, bookkeeping)
+            instrument.ledger.take_over(bookkeeping)
             load_generated(instrument.trainer, Path(resumed_from))
         pending = Pending.from_dict(None if bookkeeping is None else bookkeeping.get(PENDING))
         if not attempts.in_memory(resumed_from):
@@ -426,15 +345,3 @@ def continue_bookkeeping(
         if pending:
             # A process that had to leave, or was killed after an exception, had no time for it.
             instrument.reentry.continue_in_another_process(resumed_from, pending, run.started_at)
-
-
-def _take_over(instrument: Instrument, bookkeeping: Mapping[str, Any]) -> None:
-    try:
-        instrument.ledger.take_over(bookkeeping)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        logger.warning(
-            "Running loss and metrics of the checkpoint cannot be taken over (%s: %s): the next log and the "
-            "totals count from here; training itself is not affected.",
-            type(error).__name__,
-            error,
-        )

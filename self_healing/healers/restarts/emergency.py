@@ -4,79 +4,55 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.marker import ChecksumQueue, change_marker, write_marker
+from ...checkpoints.marker import change_marker, write_marker
 from ...checkpoints.retention import disk_full
-from ...failures.classify import classify_exception, could_not_be_written, describe_exception
-from ...failures.recipes import FailureType
+from ...failures.classify import could_not_be_written, describe_exception
 from ...hf.adapter import Instrument
-from ...hf.memory import free_memory, let_go
 from ...hf.saving import emergency_path, write_checkpoint
 from ...hf.trainer_state import PENDING, Pending, ResumePoint, save_generated
+from ...run.run import Run
 from ...system import processes
 from ...system.files import BESIDE_DIR, EMERGENCY_DIR
 
 
 logger = logging.getLogger(__name__)
 
-# How often an emergency checkpoint is written, where a fault strikes meanwhile.
-_WRITES = 2
 
-
-def save_emergency_checkpoint(
-    instrument: Instrument,
-    run: str,
-    give_way: Callable[[], bool] = lambda: False,
-    heals: bool = False,
-    later: ChecksumQueue | None = None,
-) -> ResumePoint | None:
+def save_emergency_checkpoint(run: Run, heals: bool = False) -> ResumePoint | None:
     """
     Writes the state as of the last finished step, after an exception left `train()`: a resume, ours or the plain
     Trainer's, continues from it bit for bit.
     """
     if processes.world_size() > 1:
         return None
+    instrument, checkpoints = run.instrument, run.rollback.checkpoints
+    checkpoints.leave_room()
     point = instrument.reentry.rewind_to_last_step()
     if point is None:
         return None
+    saves, view = instrument.saves, instrument.view
+    if not (saves.finite_once_healed(point.bookkeeping) if heals else not view.nonfinite_tensors()):
+        return None
     path = emergency_path(instrument.trainer)
-    # An earlier attempt of this step may have left one: it is there until the new one is whole.
-    new = path.parents[1] / BESIDE_DIR / path.name if path.exists() else path
-    for attempt in range(1, _WRITES + 1):
-        saves, view = instrument.saves, instrument.view
-        finite = saves.finite_once_healed(point.bookkeeping) if heals else not view.nonfinite_tensors()
-        if not finite:
-            return None
-        exported = instrument.ledger.export() | {PENDING: point.pending.to_dict()}
-        try:
-            _write_emergency(instrument, new, path, run, exported, later)
-        except Exception as error:
-            hopeless = classify_exception(error) in (FailureType.DEVICE, FailureType.PROCESS_DIED)
-            if hopeless or attempt == _WRITES or (could_not_be_written(error) and not give_way()):
-                raise
-            told = "The emergency checkpoint %s could not be written (%s); trying once more."
-            logger.warning(told, path, describe_exception(error))
-            let_go(error)
-        else:
-            break
-        # Outside the handler: what the exception held is gone.
-        free_memory(instrument.view.device)
+    exported = instrument.ledger.export() | {PENDING: point.pending.to_dict()}
+    try:
+        _write_emergency(run, path, exported)
+    except Exception as error:
+        if not could_not_be_written(error) or not checkpoints.give_way():
+            raise
+        logger.warning("%s could not be written (%s); trying once more.", path, describe_exception(error))
+        _write_emergency(run, path, exported)
     point.path = str(path)
     return point
 
 
-def _write_emergency(
-    instrument: Instrument,
-    new: Path,
-    path: Path,
-    run: str,
-    bookkeeping: dict[str, Any],
-    later: ChecksumQueue | None,
-) -> None:
+def _write_emergency(run: Run, path: Path, bookkeeping: dict[str, Any]) -> None:
+    instrument = run.instrument
+    # An earlier attempt of this step may have left one: it is there until the new one is whole.
+    new = path.parents[1] / BESIDE_DIR / path.name if path.exists() else path
     shutil.rmtree(new, ignore_errors=True)
     try:
         # Before the state of the Trainer: with that it is a checkpoint, marked or not.
@@ -84,9 +60,10 @@ def _write_emergency(
         write_checkpoint(instrument.trainer, new.parent)
         if struck := instrument.view.nonfinite_tensors():
             raise RuntimeError(f"{struck[0]} is not finite any more: it was hit while the checkpoint was written")
-        write_marker(new, run, instrument.view.step, bookkeeping, True, finite=True, later=later)
+        write_marker(new, run.run_id, run.step, bookkeeping, True, finite=True, later=run.checksums)
         if new != path:
-            _switch(new, path)
+            shutil.rmtree(path)
+            new.rename(path)
     except Exception as error:
         told = disk_full(error, new) or error
         # Half a checkpoint is worse than none: it may be resumed from.
@@ -94,21 +71,6 @@ def _write_emergency(
         if told is error:
             raise
         raise told from error
-
-
-def _switch(new: Path, old: Path) -> None:
-    """Puts a checkpoint that was written beside another in its place; at any time one of them is whole."""
-    gone = old.with_name(f".{old.name}.gone")
-    shutil.rmtree(gone, ignore_errors=True)
-    old.rename(gone)
-    try:
-        new.rename(old)
-    except OSError:
-        gone.rename(old)
-        raise
-    shutil.rmtree(gone, ignore_errors=True)
-    with suppress(OSError):
-        new.parent.rmdir()
 
 
 def publish(emergency: str, output_dir: str) -> str:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import logging
 import os
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,24 +26,23 @@ from ...failures.recipes import (
     text_of,
 )
 from ...failures.retry import RetryPolicy
-from ...hf.adapter import Instrument
 from ...hf.hooks import is_meant
 from ...hf.objective import what_is_trained
 from ...hf.trainer_state import loads_more
 from ...journal.incident import Incident
 from ...journal.postmortem import where_to_go_on
 from ...ranks.messages import Failure, where_all_are
-from ...rollback.rollback import Rollback, Target
+from ...rollback.rollback import Target
 from ...rollback.shared_memory import ROOT, SharedStates, remove_rank
 from ...run.healer import CarryOut, HealingContext
 from ...run.record import Ending
 from ...run.run import Run
 from ...system import processes
 from ...system.files import OFF_FILE, replace_file
-from ...system.processes import EXIT_FOR_RESTART, end_at_once, log_safely, restarts_on_exit
+from ...system.processes import EXIT_FOR_RESTART, log_safely, restarts_on_exit
 from .attempts import Attempts
 from .emergency import publish, remove_emergency_checkpoints, save_emergency_checkpoint
-from .preemption import Departure
+from .preemption import Preemption
 from .shared_memory import LastStep, remove_other_states
 
 
@@ -63,10 +59,12 @@ _HEARING_OF_IT, _HEARING_WHERE = 2.5, 1.5
 class RunEnding:
     """Writes down how a run ends, or this process's part in it: closes what is open, and leaves a postmortem."""
 
-    def __init__(self, run: Run, attempts: Attempts, departure: Departure) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        self.attempts = attempts
-        self.departure = departure
+        self.attempts = run.part(Attempts)
+        self.last_step = run.part(LastStep)
+        # Whether the process ends for a restart as soon as `train()` of the wrapper has put its things away.
+        self.ends_process = False
 
     # ---- an incident that nothing cures ----
 
@@ -77,7 +75,10 @@ class RunEnding:
         run, attempts = self.run, self.attempts
         failure = incident.failure or FailureType.USER_CODE
         self._close_as_fatal(incident)
-        self._close_what_it_was_dealt_with_in()
+        for each in run.journal.incidents:
+            # It may end the run while another one is dealt with. The watchdog closes its own when it stops.
+            if each.outcome == "open" and each.failure is not FailureType.HANG:
+                run.journal.closed(each, "unresolved")
         run.journal.dealt_with(incident)
         point, checkpoint = attempts.resume_point, None
         if point is not None and point.step == self.step:
@@ -98,13 +99,6 @@ class RunEnding:
             failure=failure,
             postmortem=path,
         )
-
-    def _close_what_it_was_dealt_with_in(self) -> None:
-        """An incident may end the run while another one is dealt with: the postmortem tells of that one, too."""
-        for each in self.run.journal.incidents:
-            # The watchdog closes its own when it stops.
-            if each.outcome == "open" and each.failure is not FailureType.HANG:
-                self.run.journal.closed(each, "unresolved")
 
     def stop_for_exception(
         self,
@@ -134,19 +128,38 @@ class RunEnding:
         run.journal.dealt_with(incident)
         return advice
 
-    def stop_for_lost_device(
-        self, incident: Incident, error: BaseException, verdict: str, restart_code: int | None
-    ) -> None:
-        """Ends this process's part because the device is lost."""
-        run, attempts = self.run, self.attempts
-        if restart_code is not None:
-            run.journal.acted(incident, Action.EXIT_FOR_RESTART.value, exit_code=restart_code)
-        else:
-            self._close_as_fatal(incident)
-        newest = newest_marked_checkpoint_of(run.run_id, self._output_dir) or attempts.first_resume
-        advice = f"{FAILURE_RECIPES[FailureType.DEVICE].advice} {where_to_go_on(newest)}"
-        attempts.postmortem = self._write_postmortem(verdict, FailureType.DEVICE, error, None, advice, newest)
-        run.journal.dealt_with(incident)
+    def note_lost_device(self, error: BaseException, verdict: str = "") -> None:
+        """Writes down, once in a run, that nothing can be computed, saved or freed in this process any more."""
+        run = self.run
+        if run.device_lost:
+            return
+        run.device_lost = True
+        try:
+            incident = run.journal.open(self.step, type(error).__name__, {"message": text_of(error)[:500]})
+            run.journal.diagnosed(incident, FailureType.DEVICE, "device", {})
+            if self._is_started_again:
+                run.journal.acted(incident, Action.EXIT_FOR_RESTART.value, exit_code=EXIT_FOR_RESTART)
+            else:
+                self._close_as_fatal(incident)
+            self._write_postmortem_beside(verdict or describe_exception(error), FailureType.DEVICE, error)
+            run.journal.dealt_with(incident)
+        except Exception:
+            logger.exception("That the device is lost could not be written down; the exception goes on as it came.")
+
+    def leave_lost_device(self, error: BaseException) -> None:
+        """
+        Has the process end where a launcher starts it again, before the interpreter frees anything: freeing memory of
+        the device may abort the process, and its driver may keep it from ending.
+        """
+        if self._is_started_again:
+            logger.error("The process ends for a restart, because its device is lost.", exc_info=error)
+            self.attempts.end(Ending.RESTART, describe_exception(error))
+            self.ends_process = True
+
+    @property
+    def _is_started_again(self) -> bool:
+        """Whether the process is ended: only the wrapper does; with the callback alone the exception is the user's."""
+        return self.run.wrapped and restarts_on_exit(self.run.config)
 
     def end_process(self, why: str, failure: Failure | None, code: int) -> None:
         """
@@ -154,10 +167,7 @@ class RunEnding:
         """
         run, attempts = self.run, self.attempts
         if failure is not None or run.ranks.known:
-            kind = FailureType.HANG if failure is None else failure.failure
-            newest = newest_marked_checkpoint_of(run.run_id, self._output_dir) or attempts.first_resume
-            advice = f"{FAILURE_RECIPES[kind].advice} {where_to_go_on(newest)}"
-            attempts.postmortem = self._write_postmortem(why, kind, None, None, advice, newest)
+            self._write_postmortem_beside(why, FailureType.HANG if failure is None else failure.failure, None)
         ending = Ending.RESTART if code == EXIT_FOR_RESTART else Ending.FAILED
         if failure is not None and failure.failure is FailureType.PREEMPTED:
             ending = Ending.PREEMPTED
@@ -169,7 +179,7 @@ class RunEnding:
 
     def _close_as_fatal(self, incident: Incident) -> None:
         self.run.journal.acted(incident, Action.STOP.value)
-        self.attempts.steps.close_as_fatal(incident)
+        self.run.numerics.close_as_fatal(incident)
 
     # ---- the wrapper's train() is left ----
 
@@ -177,18 +187,12 @@ class RunEnding:
         """
         Writes down that the run came to its end; what was only there for a restart goes, and what was put off is done.
         """
-        attempts, preemption = self.attempts, self.departure.preemption
+        attempts, preemption = self.attempts, self.run.part(Preemption)
         attempts.end(Ending.FINISHED)
         if attempts.resume_point is not None or attempts.taken_up:
             remove_emergency_checkpoints(self._output_dir)
         if preemption.raised is not None:
             raise preemption.raised
-        if preemption.requested is not None:
-            logger.warning(
-                "%s arrived in the last step. The run is complete, and the script goes on after train() until the "
-                "sender of the signal kills the process.",
-                preemption.requested.name,
-            )
 
     def note_exception(self, error: BaseException) -> None:
         """Writes down what this process's part ends with, unless that is done, and adds to it where to read on."""
@@ -206,7 +210,7 @@ class RunEnding:
         if attempts.ended:
             return
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            attempts.steps.close_outcomes()
+            run.numerics.close_outcomes()
             point = attempts.resume_point
             path = None if point is None else publish(point.path, self._output_dir)
             self._write_postmortem_of(error, FailureType.INTERRUPTED, "the run was interrupted", path)
@@ -236,6 +240,12 @@ class RunEnding:
 
     # ---- the postmortem ----
 
+    def _write_postmortem_beside(self, verdict: str, failure: FailureType, error: BaseException | None) -> None:
+        """Writes one where nothing may be read, because the device or the disk may not answer."""
+        newest = newest_marked_checkpoint_of(self.run.run_id, self._output_dir) or self.attempts.first_resume
+        advice = f"{FAILURE_RECIPES[failure].advice} {where_to_go_on(newest)}"
+        self.attempts.postmortem = self._write_postmortem(verdict, failure, error, None, advice, newest)
+
     def _write_postmortem(
         self,
         verdict: str,
@@ -245,11 +255,11 @@ class RunEnding:
         advice: str | None,
         older_checkpoint: str | None,
     ) -> str | None:
-        logged = self._trainer.state.log_history
+        logged = self.run.trainer.state.log_history
         ranks = self._ranks(error)
         if ranks is not None and error is not None and ranks["first_failure"]["rank"] != self.run.ranks.rank:
             verdict = f"{ranks['what_happened']}; here: {verdict}"
-        trained = what_is_trained(self._trainer, error)
+        trained = what_is_trained(self.run.trainer, error)
         return self.run.journal.write_postmortem(
             verdict, failure, self.step, error, logged, checkpoint, advice, older_checkpoint, None, (), ranks, trained
         )
@@ -275,19 +285,74 @@ class RunEnding:
             "positions": {str(rank): each.to_record() for rank, each in sorted(everywhere.items())},
         }
 
-    @property
-    def _trainer(self) -> Any:
-        """The trainer of the run; of its state only numbers are read."""
-        return self.run.trainer
+    # ---- remedies ----
+
+    def table(self) -> dict[Action, CarryOut]:
+        """The actions, and what does each."""
+        return {
+            Action.EMERGENCY_CHECKPOINT: self._emergency_checkpoint,
+            Action.WAIT_AND_RESUME: self._wait,
+            Action.STOP: self._stop,
+        }
+
+    def _emergency_checkpoint(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        why = self._not_worth_saving(context)
+        if why:
+            return {"checkpoint": None, "why": why, "happened": False}
+        if processes.world_size() > 1:
+            self.last_step.leave(context.running)
+        try:
+            point = save_emergency_checkpoint(self.run, heals=context.error is not None)
+        except Exception as error:
+            if classify_exception(error) is FailureType.DEVICE:
+                raise
+            logger.warning(
+                "The emergency checkpoint could not be written (%s); falling back on the newest regular one.",
+                describe_exception(error),
+            )
+            return {"checkpoint": None, "why": describe_exception(error), "happened": False}
+        if point is None:
+            why = f"the weights cannot be trusted: it happened {context.running.reentry.phase.value}"
+            if processes.world_size() > 1:
+                why = "several processes train together, and the others may not be able to save"
+            return {"checkpoint": None, "why": why, "happened": False}
+        self.attempts.resume_point = point
+        return {"checkpoint": point.path}
+
+    def _not_worth_saving(self, context: HealingContext) -> str:
+        """Says why a checkpoint of the state gone back to would mislead: there is none, or one that got further."""
+        if Action.ROLL_BACK not in context.attempted:
+            return ""
+        if context.went_back is None:
+            return "there is no trusted state to save"
+        trainer = context.running.trainer
+        trained = self.run.numerics.missing.trained(int(trainer.state.global_step) + 1)
+        if trained <= 0 or context.went_back.target is Target.INITIAL:
+            return "it would hold the state the run began with"
+        newest = newest_checkpoint_of(self.run.run_id, str(trainer.args.output_dir))
+        if newest is not None and step_of(newest, default=0) >= trained:
+            return f"{newest} holds more training"
+        return ""
+
+    def _wait(self, _: HealingContext, __: TrainingArguments) -> dict[str, Any]:
+        seconds = RetryPolicy.of(self.run.config).draw_wait(max(self.run.budget.used, 1))
+        self.run.sleep(seconds)
+        return {"waited_seconds": round(seconds, 3)}
+
+    def _stop(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        verdict = context.verdict or "it was asked to stop"
+        error = self.stop(context.incident, verdict, context.error, context.resume_from)
+        self.run.rollback.release()
+        raise error
 
     @property
     def step(self) -> int:
         """Optimizer steps finished."""
-        return int(self._trainer.state.global_step)
+        return int(self.run.trainer.state.global_step)
 
     @property
     def _output_dir(self) -> str:
-        return str(self._trainer.args.output_dir)
+        return str(self.run.trainer.args.output_dir)
 
 
 # ---- healing off: code of this library has failed on one of several ranks, and the job ends with it ----
@@ -319,159 +384,6 @@ def ending_the_job(config: HealingConfig, args: Any, *meant: type[Exception]) ->
         raise HealingFailed.on_rank(processes.own_rank(), 0, error) from error
 
 
-# ---- lost device: a device that is lost: nothing can be computed, saved or freed in this process any more ----
-
-
-def write_down_lost_device(ending: RunEnding, error: BaseException, verdict: str = "") -> None:
-    """Writes incident and postmortem, once in a run."""
-    if ending.run.device_lost:
-        return
-    ending.run.device_lost = True
-    try:
-        _write_down(ending, error, verdict or describe_exception(error))
-    except Exception:
-        logger.exception("That the device is lost could not be written down; the exception goes on as it came.")
-
-
-def _write_down(ending: RunEnding, error: BaseException, verdict: str) -> None:
-    journal = ending.run.journal
-    incident = journal.open(ending.step, type(error).__name__, {"message": text_of(error)[:500]})
-    journal.diagnosed(incident, FailureType.DEVICE, "device", {})
-    restart_code = EXIT_FOR_RESTART if _is_started_again(ending) else None
-    ending.stop_for_lost_device(incident, error, verdict, restart_code)
-
-
-def leave_lost_device(ending: RunEnding, error: BaseException) -> None:
-    """Ends the process where a launcher starts it again."""
-    if not _is_started_again(ending):
-        return
-    ending.attempts.end(Ending.RESTART, describe_exception(error))
-    end_process_with(EXIT_FOR_RESTART, error)
-    raise SystemExit(EXIT_FOR_RESTART)
-
-
-def _is_started_again(ending: RunEnding) -> bool:
-    """Whether the process is ended: only the wrapper does; with the callback alone the exception is the user's."""
-    return ending.attempts.record is not None and restarts_on_exit(ending.run.config)
-
-
-# ---- process exit: the exit of a process that a lost device could abort, or keep from ending ----
-
-
-# Time the interpreter may take to end with a lost device, in seconds.
-_LAST_WORDS = 60.0
-# Exit code of the process, and the exception it keeps until then. At module level, because `_end` has to be
-# registered with `atexit` when this is imported.
-_last: list[tuple[int, BaseException]] = []
-
-
-def end_process_with(code: int, error: BaseException, within: float = _LAST_WORDS) -> None:
-    """
-    Makes the process end with a code even if the interpreter cannot end next to a lost device: freeing memory of the
-    device may abort the process, and its driver may keep it from ending.
-    """
-
-    def end() -> None:
-        time.sleep(within)
-        os._exit(code)
-
-    _last.append((code, error))
-    threading.Thread(target=end, name="self_healing end", daemon=True).start()
-
-
-@atexit.register
-def _end() -> None:
-    """Ends the process before the interpreter frees anything, and after functions registered later than this one."""
-    if _last:
-        end_at_once(_last[0][0])
-
-
-# ---- remedies ----
-
-
-class LastResorts:
-    """Saves an emergency checkpoint, waits before `train()` is entered again, or stops the run with a postmortem."""
-
-    def __init__(self, run: Run, attempts: Attempts, ending: RunEnding, last_step: LastStep) -> None:
-        self.run = run
-        self.config = run.config
-        self.attempts = attempts
-        self.ending = ending
-        self.rollback = run.rollback
-        self.last_step = last_step
-
-    def table(self) -> dict[Action, CarryOut]:
-        """The actions, and what does each."""
-        return {
-            Action.EMERGENCY_CHECKPOINT: self._emergency_checkpoint,
-            Action.WAIT_AND_RESUME: self._wait,
-            Action.STOP: self._stop,
-        }
-
-    def _emergency_checkpoint(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
-        why = self._not_worth_saving(context)
-        if why:
-            return {"checkpoint": None, "why": why, "happened": False}
-        if processes.world_size() > 1:
-            self.last_step.leave(context.running)
-        try:
-            checkpoints = self.rollback.checkpoints
-            checkpoints.leave_room()
-            point = save_emergency_checkpoint(
-                context.running,
-                self.run.run_id,
-                give_way=lambda: bool(checkpoints.give_way()),
-                heals=context.error is not None,
-                later=self.run.checksums,
-            )
-        except Exception as error:
-            if classify_exception(error) is FailureType.DEVICE:
-                raise
-            logger.warning(
-                "The emergency checkpoint could not be written (%s); falling back on the newest regular one.",
-                describe_exception(error),
-            )
-            logger.debug("Why it could not be written:", exc_info=True)
-            return {"checkpoint": None, "why": describe_exception(error), "happened": False}
-        if point is None:
-            return {"checkpoint": None, "why": _why_there_is_none(context.running), "happened": False}
-        self.attempts.resume_point = point
-        return {"checkpoint": point.path}
-
-    def _not_worth_saving(self, context: HealingContext) -> str:
-        """Says why a checkpoint of the state gone back to would mislead: there is none, or one that got further."""
-        if Action.ROLL_BACK not in context.attempted:
-            return ""
-        if context.went_back is None:
-            return "there is no trusted state to save"
-        trainer = context.running.trainer
-        trained = self.attempts.steps.trained_steps(int(trainer.state.global_step) + 1)
-        if trained <= 0 or context.went_back.target is Target.INITIAL:
-            return "it would hold the state the run began with"
-        newest = newest_checkpoint_of(self.run.run_id, str(trainer.args.output_dir))
-        if newest is not None and step_of(newest, default=0) >= trained:
-            return f"{newest} holds more training"
-        return ""
-
-    def _wait(self, _: HealingContext, __: TrainingArguments) -> dict[str, Any]:
-        seconds = RetryPolicy.of(self.config).draw_wait(max(self.run.budget.used, 1))
-        self.run.sleep(seconds)
-        return {"waited_seconds": round(seconds, 3)}
-
-    def _stop(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
-        verdict = context.verdict or "it was asked to stop"
-        error = self.ending.stop(context.incident, verdict, context.error, context.resume_from)
-        self.rollback.release()
-        raise error
-
-
-def _why_there_is_none(instrument: Instrument) -> str:
-    """Says why an emergency checkpoint was not even begun."""
-    if processes.world_size() > 1:
-        return "several processes train together, and the others may not be able to save"
-    return f"the weights cannot be trusted: it happened {instrument.reentry.phase.value}"
-
-
 # ---- outliving ----
 
 
@@ -479,13 +391,9 @@ def _why_there_is_none(instrument: Instrument) -> str:
 _GOES_ON = frozenset({Ending.RUNNING, Ending.RESTART, Ending.FAILED})
 
 
-def let_snapshots_outlive(run: Run, attempts: Attempts, rollback: Rollback, trainer: Any) -> None:
+def let_snapshots_outlive(run: Run) -> None:
     """Has snapshots taken in shared memory, where a launcher will start the job again."""
-    args = trainer.args
-    record, config, memory = attempts.record, run.config, attempts.memory
-    if record is None or not record.kept:
-        # Another process trains into the same directory: what lies there is that one's.
-        return
+    args, config, memory = run.trainer.args, run.config, run.part(Attempts).memory
     place = args.output_dir, run.run_id, args.process_index, args.world_size
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         remove_other_states(args.output_dir, run.run_id, args.world_size)
@@ -493,30 +401,20 @@ def let_snapshots_outlive(run: Run, attempts: Attempts, rollback: Rollback, trai
         remove_rank(*place)
     else:
         memory.remove_others()
-    outlives = config.snapshots and restarts_on_exit(config) and ROOT.is_dir()
-    more = loads_more(trainer)
-    if outlives and more is not None:
-        logger.info(
-            "Snapshots do not outlive this process: %s may read what only checkpoints have. A restart goes on from "
-            "disk.",
-            more,
-        )
-        outlives = False
-    rollback.go_on_from_memory(SharedStates(*place) if outlives else None, memory)
+    outlives = config.snapshots and restarts_on_exit(config) and ROOT.is_dir() and loads_more(run.trainer) is None
+    run.rollback.go_on_from_memory(SharedStates(*place) if outlives else None, memory)
 
 
-def leave_snapshots(run: Run, attempts: Attempts, rollback: Rollback, args: Any) -> None:
+def leave_snapshots(run: Run) -> None:
     """Leaves them to the next process, or removes them if there will be none."""
-    record = attempts.record
-    if record is None or not record.kept:
-        return
+    args, record, shared = run.trainer.args, run.part(Attempts).record, run.rollback.shared
     # What one rank gives up may be tried once more: that is for the first one to decide, in the record.
-    alone = args.process_index > 0 and record.ending is Ending.GAVE_UP and attempts.entered
-    goes_on = bool(record.attempts) and (record.ending in _GOES_ON or alone)
+    alone = record is not None and args.process_index > 0 and record.ending is Ending.GAVE_UP
+    goes_on = record is not None and (record.ending in _GOES_ON or alone)
     if goes_on and restarts_on_exit(run.config):
-        if rollback.shared is not None:
-            rollback.shared.keep()
+        if shared is not None:
+            shared.keep()
         return
-    if rollback.shared is not None:
-        rollback.shared.close()
+    if shared is not None:
+        shared.close()
     remove_rank(args.output_dir, run.run_id, args.process_index, args.world_size)

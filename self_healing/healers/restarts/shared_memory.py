@@ -17,13 +17,10 @@ import torch
 
 from ...checkpoints.marker import write_marker
 from ...hf.adapter import Instrument
-from ...hf.replicas import Replicas
 from ...hf.state import LiveState
 from ...hf.trainer_state import ResumeRecord
-from ...journal.journal import Journal
 from ...ranks import votes
 from ...rollback.host_memory import size_of
-from ...rollback.rollback import Rollback
 from ...rollback.shared_memory import (
     SUFFIX,
     AtTheEnd,
@@ -37,6 +34,7 @@ from ...rollback.shared_memory import (
     read_facts,
 )
 from ...rollback.snapshots import Snapshot
+from ...run.run import Run
 from ...system import processes
 
 
@@ -58,10 +56,9 @@ class SharedStep:
 def steps_in_memory(output_dir: str, rank: int, device: torch.device) -> list[SharedStep]:
     """Finds the states that all ranks have in shared memory, the newest first."""
     world_size = processes.world_size()
-    mine = {_shared(facts): facts for _, facts in _states_of(output_dir, rank, world_size)}
+    mine = [_shared(facts) for _, facts in _states_of(output_dir, rank, world_size)]
     everywhere = votes.from_every_rank("states in shared memory", mine, device)
-    held = [step for step in everywhere[0] if all(step in theirs for theirs in everywhere)]
-    return sorted((step for step in held if _same([theirs[step] for theirs in everywhere])), reverse=True)
+    return sorted((step for step in everywhere[0] if all(step in theirs for theirs in everywhere)), reverse=True)
 
 
 def open_in_memory(output_dir: str, step: SharedStep, rank: int, device: torch.device) -> StoredState | None:
@@ -101,15 +98,6 @@ def _states_of(output_dir: str, rank: int, world_size: int) -> list[tuple[Path, 
     return [(path, facts) for path, facts in found if facts is not None]
 
 
-def _same(of_ranks: Sequence[StateFacts]) -> bool:
-    """
-    Whether a step that some ranks have applied by themselves is the one that the others have: callbacks that change
-    gradients may have been called on those alone.
-    """
-    weights, alone = {each.left.weights for each in of_ranks}, [each.left.finished_alone for each in of_ranks]
-    return not any(alone) or (not all(alone) and len(weights) == 1 and "" not in weights)
-
-
 def _open(output_dir: str, step: SharedStep, rank: int, device: torch.device) -> StoredState:
     paths = [path for path, facts in _states_of(output_dir, rank, processes.world_size()) if _shared(facts) == step]
     if not paths:
@@ -135,8 +123,8 @@ def newest_beyond(steps: Sequence[SharedStep], run: str, step: int) -> SharedSte
 # ---- last step ----
 
 
-# Seconds in which a device has computed an update for certain, and in which ranks that fail alike have all done so.
-_SETTLING, _TELLING = 1.0, 2.0
+# Seconds in which a device has computed an update for certain.
+_SETTLING = 1.0
 
 
 class LastStep:
@@ -145,54 +133,33 @@ class LastStep:
     own, whether it has failed itself or waits for the one that has.
     """
 
-    def __init__(self, rollback: Rollback, journal: Journal) -> None:
-        self._rollback = rollback
-        self._journal = journal
+    def __init__(self, run: Run) -> None:
+        self._run = run
         # The training thread, and one that is about to end the process, may want to at the same time.
         self._lock = threading.Lock()
-        self._asked = False
+        # Whether it was left since `train()` was entered.
+        self.left = False
 
-    def begin(self) -> None:
-        """`train()` is entered: there is another step to leave."""
-        self._asked = False
-
-    def leave(self, instrument: Instrument, waits: Callable[[], bool] | None = None) -> None:
+    def leave(self, instrument: Instrument, undisturbed: Callable[[], bool] = lambda: True) -> None:
         """Leaves it, if it is the run's own, whole and finite, and there was a step since `train()` was entered."""
         with self._lock:
-            if self._asked:
+            if self.left or not instrument.reentry.moved:
                 return
+            self.left = True
             try:
-                alone = waits is None and self._finish_step(instrument)
-                if not instrument.reentry.moved:
-                    return
-                self._asked = True
+                _let_settle(instrument.view.device)
                 with _beside(instrument.view.device):
-                    step = self._leave(instrument, waits or (lambda: True), alone)
+                    step = self._leave(instrument, undisturbed)
             except Exception as error:
                 logger.warning("The state of the last step could not be left in memory: %s.", error, exc_info=True)
                 return
             if step is not None:
-                self._journal.event("left_in_memory", step)
+                self._run.journal.event("left_in_memory", step)
 
-    def _finish_step(self, instrument: Instrument) -> bool:
-        """Applies a step that other ranks have applied; whether there was one."""
-        view, rollback = instrument.view, self._rollback
-        leaves = rollback.shared is not None and view.can_hand_over and not rollback.states.displaced
-        # With shards, applying it may be a collective, and the weights are not to be compared.
-        finishes = leaves and instrument.owes_update and view.steps_alone
-        # What all have raised, all have left, and what their callbacks were to do to the gradients is owed as well.
-        if finishes and votes.all_reach("a step that was found fit is not applied", _TELLING):
-            finishes = False
-        if finishes:
-            instrument.finish_step()
-        _let_settle(instrument.view.device)
-        return finishes
-
-    def _leave(self, instrument: Instrument, undisturbed: Callable[[], bool], alone: bool) -> int | None:
-        shared, live = self._rollback.shared, self._rollback.ring.taken_of
-        if shared is None or live is None or self._rollback.states.displaced:
-            return None
-        if not instrument.view.can_hand_over:
+    def _leave(self, instrument: Instrument, undisturbed: Callable[[], bool]) -> int | None:
+        rollback = self._run.rollback
+        shared, live = rollback.shared, rollback.ring.taken_of
+        if shared is None or live is None or rollback.states.displaced or not instrument.view.can_hand_over:
             return None
         shared.open(lambda: size_of(live))
         if not shared.active:
@@ -201,8 +168,7 @@ class LastStep:
         point = instrument.reentry.rewind_to_last_step()
         if point is None:
             return None
-        weights = Replicas(instrument.trainer).fingerprint()
-        left = AtTheEnd(point.pending.collectives(instrument.trainer), weights, alone)
+        left = AtTheEnd(point.pending.collectives(instrument.trainer))
 
         def record() -> ResumeRecord:
             return ResumeRecord.of(instrument.trainer, instrument.ledger, point.bookkeeping.rng, point.pending)
@@ -214,7 +180,7 @@ class LastStep:
             logger.info("Training went on while its state was left in memory, which does not count.")
             return None
         # Held, or its memory would be given back.
-        self._rollback.ring.left = snapshot
+        rollback.ring.left = snapshot
         shared.prepare(snapshot, live, record, left)
         return instrument.view.step if snapshot.stored is not None else None
 

@@ -7,13 +7,10 @@ import json
 import logging
 import os
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ...checkpoints.choice import (
     CheckpointError,
@@ -24,7 +21,7 @@ from ...checkpoints.choice import (
 )
 from ...checkpoints.deepspeed import why_of_another_job
 from ...checkpoints.marker import checkpoints_in, number_of, numbered, read_marker, standing_of
-from ...checkpoints.vetting import Readers, Verdict, why_not_here
+from ...checkpoints.vetting import Readers, Verdict
 from ...config.healing_config import HealingConfig
 from ...hf.trainer_state import loads_more
 from ...hf.view import zero_job_of
@@ -32,10 +29,10 @@ from ...journal.journal import Journal
 from ...journal.terminal import speaking_of
 from ...ranks import votes
 from ...rollback.shared_memory import StoredState, directory_of
-from ...run.record import RECORD_FILE, Attempt, Ending, RunRecord, UnreadableRecordError, first_call
+from ...run.record import Ending, RunRecord, UnreadableRecordError, first_call
 from ...run.status import RunState, read_status
 from ...system import processes
-from ...system.files import OFF_FILE, STATE_FILE, matches
+from ...system.files import OFF_FILE, STATE_FILE
 from ...system.processes import Launch, State, launch_of, of_all_ranks, state_of
 from .shared_memory import SharedStep, newest_beyond, open_in_memory, steps_in_memory
 
@@ -55,7 +52,6 @@ class Start:
     record: RunRecord | None = None
     by_hand: bool = False
     by_agent: bool = False
-    beside: bool = False
     passed_over: tuple[Verdict, ...] = ()
     shared: SharedStep | None = None
     memory: StoredState | None = None
@@ -98,81 +94,31 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """What decides where a run begins: what was asked for, how it was started, and who can read what there is."""
+    """What decides where a run begins: what was asked for, how it was started, and what there is in memory."""
 
     trainer: Any
     config: HealingConfig
     requested: str | os.PathLike[str] | bool | None
     launch: Launch
     in_memory: Sequence[SharedStep]
-    readers: Readers
 
 
-def find_start(
-    trainer: Any,
-    config: HealingConfig,
-    requested: str | os.PathLike[str] | bool | None,
-    memory: bool = True,
-) -> Start:
+def find_start(trainer: Any, config: HealingConfig, requested: str | os.PathLike[str] | bool | None) -> Start:
     """Finds where a run begins."""
     args, in_memory = trainer.args, list[SharedStep]()
     refuse_unwritable(args)
     of_ranks = votes.from_every_rank("how the job was started", (launch_of(), loads_more(trainer)), args.device)
     launch = of_all_ranks([each for each, _ in of_ranks])
-    memory &= all(more is None for _, more in of_ranks)
-    if memory and may_go_on_from_memory(config, launch):
+    if config.resume_after_restart and launch.started_again and all(more is None for _, more in of_ranks):
         in_memory = steps_in_memory(args.output_dir, args.process_index, args.device)
-    search = _Search(trainer, config, requested, launch, in_memory, Readers(_ranks_on_this_disk(args)))
-    start = _find_start(search)
+    search = _Search(trainer, config, requested, launch, in_memory)
+    start = _found_by_first_rank(search)
     if start.shared is None:
         return start
     opened = open_in_memory(args.output_dir, start.shared, args.process_index, args.device)
     if opened is None:
-        return _find_start(replace(search, in_memory=()))
+        return _found_by_first_rank(replace(search, in_memory=()))
     return replace(start, memory=opened, checkpoint=opened.checkpoint)
-
-
-def may_go_on_from_memory(config: HealingConfig, launch: Launch) -> bool:
-    """Whether a job may go on from what its earlier processes have left in shared memory: the same on all ranks."""
-    return config.resume_after_restart and launch.started_again
-
-
-def _find_start(search: _Search) -> Start:
-    args = search.trainer.args
-    start = _found_by_first_rank(search)
-    # Where each rank is on that disk, or its own has the same. The weights are read by all of them.
-    alone = processes.world_size() == 1 or start.checkpoint is None
-    if alone or votes.all_ranks("the checkpoint can be read", _can_be_read(start), args.device):
-        return start
-    refused = _refused_by_ranks(start, str(args.output_dir), args.device)
-    return _found_by_first_rank(replace(search, readers=replace(search.readers, refused=refused)))
-
-
-def _ranks_on_this_disk(args: Any) -> range | None:
-    """The ranks that write to the disk of the first one, as far as not all of them do."""
-    return range(max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)) if args.save_on_each_node else None
-
-
-def _can_be_read(start: Start) -> bool:
-    return why_not_here(Path(str(start.checkpoint))) is None
-
-
-def _refused_by_ranks(start: Start, output_dir: str, device: torch.device) -> dict[str, str]:
-    """Finds which of the checkpoints that the first rank sees others cannot read, and why, by path. Collective."""
-    seen = votes.from_first_rank(
-        "checkpoints to read", lambda: [str(start.checkpoint), *map(str, checkpoints_in(output_dir))], device
-    )
-    reasons = {path: why_not_here(Path(path)) for path in seen}
-    of_ranks = votes.from_every_rank("why they cannot be read", reasons, device)
-    refused = {}
-    for path in seen:
-        ranks = [rank for rank, each in enumerate(of_ranks) if each[path] is not None]
-        if ranks:
-            refused[path] = (
-                f"{votes.in_words(ranks)} cannot read it ({of_ranks[ranks[0]][path]}): machines need a disk that "
-                "they share, or a copy each"
-            )
-    return refused
 
 
 def _found_by_first_rank(search: _Search) -> Start:
@@ -196,76 +142,60 @@ def _found_by_first_rank(search: _Search) -> Start:
 
 
 def _look_for_start(search: _Search, passed_over: list[Verdict]) -> Start:
-    trainer, config, readers = search.trainer, search.config, search.readers
-    requested, launch, in_memory = search.requested, search.launch, search.in_memory
-    output_dir = str(trainer.args.output_dir)
+    args, requested, launch = search.trainer.args, search.requested, search.launch
+    output_dir, restarted = str(args.output_dir), search.config.resume_after_restart and launch.started_again
+    # Of the ranks, those that write to the disk of the first one.
+    here = range(max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)) if args.save_on_each_node else None
     record: RunRecord | None = None
     try:
         record = RunRecord.read(Path(output_dir))
     except UnreadableRecordError as error:
-        if config.resume_after_restart and launch.started_again and requested is None:
-            requested = "auto"
-        RunRecord.set_aside(Path(output_dir))
-        logger.warning("%s. It is set aside, and what earlier processes of this run did is not known.", error)
-    restarted = config.resume_after_restart and launch.started_again
-    beside = trains_beside(record, launch, restarted)
-    if record is not None and beside:
-        logger.warning(
-            "Process %d trains into %s at the same time: each will overwrite checkpoints of the other. Please end "
-            "one of them, or give this one an output_dir of its own. %s describes the other process, and this one "
-            "does not change it.",
-            record.newest.pid,
-            output_dir,
-            RECORD_FILE,
-        )
-        record = None
-    elif requested is None and not restarted:
+        requested = "auto" if restarted and requested is None else requested
+        logger.warning("%s. It is written anew, and what earlier processes of this run did is not known.", error)
+    if record is not None and not (restarted and of_this_job(record, launch)):
+        refuse_to_train_beside(record)
+    if requested is None and not restarted:
         tell_of_unfinished(output_dir, wrapped=True)
     chosen: Verdict | None = None
     taken_up = False
-    if record is not None and record.attempts and restarted:
-        taken_up = continues(record, launch, requested)
-        in_memory = in_memory if taken_up and not came_to_nothing(record) else ()
-        # Without reading those on disk through, which takes longer than all the rest, if none can be further.
-        shared = newest_beyond(in_memory, record.run, newest_step_on_disk(output_dir))
+    if record is not None and restarted and continues(record, launch, requested):
+        taken_up = True
+        in_memory = () if came_to_nothing(record) else search.in_memory
+        # Those on disk are not read through, which takes longer than all the rest, if none can be further.
+        shared = newest_beyond(in_memory, record.run, _newest_complete_step(output_dir))
         if shared is not None:
-            return _from_memory(shared, record, launch, requested)
-        chosen = newest_of(record, output_dir, passed_over, readers) if taken_up else None
-        shared = newest_beyond(in_memory, record.run, 0 if chosen is None else step_in(Path(chosen.path)))
-        if shared is not None:
-            return _from_memory(shared, record, launch, requested)
+            return replace(start_of(None, shared.step, record, launch, taken_up, requested), shared=shared)
+        chosen = newest_verdict_of(record.run, output_dir, passed_over=passed_over, readers=Readers(here))
     if chosen is None and requested is not None:
         # Of a run that is taken up, and was killed before its first checkpoint: what it had been asked for.
-        wanted = "auto" if requested is True and (readers.refused or taken_up) else requested
-        chosen = resolve_checkpoint(wanted, output_dir, passed_over, readers)
-    if chosen is None and readers.refused:
-        # The first rank has one, and a fresh start is not what was asked for.
-        raise CheckpointError(_none_that_all_can_read(output_dir, passed_over))
-    if chosen is not None and (refusal := refusal_of_another_job(chosen.path, trainer)) is not None:
+        wanted = "auto" if requested is True and taken_up else requested
+        chosen = resolve_checkpoint(wanted, output_dir, passed_over, Readers(here))
+    if chosen is None:
+        return start_of(None, 0, record, launch, taken_up, requested)
+    if (refusal := refusal_of_another_job(chosen.path, search.trainer)) is not None:
         raise CheckpointError(refusal)
-    path = None if chosen is None else chosen.path
-    for doubt in () if chosen is None else chosen.doubts:
-        logger.warning("Resuming from %s anyway: %s.", path, doubt)
-    return replace(start_of(path, record, launch, taken_up, requested), beside=beside)
+    for doubt in chosen.doubts:
+        logger.warning("Resuming from %s anyway: %s.", chosen.path, doubt)
+    return start_of(chosen.path, chosen.step or 0, record, launch, taken_up, requested)
 
 
-def _none_that_all_can_read(output_dir: str, passed_over: Sequence[Verdict]) -> str:
-    told = "".join(f"\n  {verdict.path}: {verdict.reason}" for verdict in passed_over)
-    return (
-        f"There is no checkpoint in {output_dir} that all ranks can read:{told}\nWhat to do: see that all machines "
-        "have the newest one at this path, with weights, optimizer state and trainer_state.json; or start anew with "
-        "resume_from_checkpoint=False."
-    )
+def refuse_to_train_beside(record: RunRecord) -> None:
+    """Refuses to train into a directory in which another process of this machine still trains."""
+    newest = record.newest
+    elsewhere = newest.host != socket.gethostname() or newest.pid == os.getpid()
+    if newest.ending is not Ending.RUNNING or elsewhere:
+        return
+    if state_of(newest.pid, newest.process_began) in (State.RUNS, State.STOPPED):
+        raise CheckpointError(
+            f"Process {newest.pid} trains into {record.directory} at this moment: each would overwrite checkpoints of "
+            "the other. Please end it, or give this run an output_dir of its own."
+        )
 
 
 def refusal_of_another_job(checkpoint: str, trainer: Any) -> str | None:
     """Says why a good checkpoint cannot be gone on from by a job of this kind; `None` if it can."""
     why = why_of_another_job(Path(checkpoint), zero_job_of(trainer))
     return None if why is None else f"{checkpoint} is whole, and this job cannot go on from it: {why}."
-
-
-def _from_memory(shared: SharedStep, record: RunRecord, launch: Launch, requested: Any) -> Start:
-    return replace(start_of(None, record, launch, True, requested), step=shared.step, shared=shared)
 
 
 def came_to_nothing(record: RunRecord) -> bool:
@@ -275,26 +205,26 @@ def came_to_nothing(record: RunRecord) -> bool:
     return in_memory and newest.last_step <= newest.first_step
 
 
+def _newest_complete_step(output_dir: str) -> int:
+    """The most steps of a checkpoint that was written to its end, as its marker says."""
+    complete = (checkpoint for checkpoint in checkpoints_in(output_dir) if read_marker(checkpoint) is not None)
+    return max((number_of(checkpoint) or 0 for checkpoint in complete), default=0)
+
+
 def tell_of_unfinished(output_dir: str, wrapped: bool) -> None:
     """Says what a run that came to no end has left where another one begins at step 0, and how to go on from it."""
     # What cannot be read is no reason not to train.
     with contextlib.suppress(OSError, ValueError, LookupError):
-        status, torn = read_status(Path(output_dir)), list[Verdict]()
-        if status is not None and status.state in (RunState.ENDED, RunState.RUNNING):
+        status = read_status(Path(output_dir))
+        if status is None or status.state in (RunState.ENDED, RunState.RUNNING):
             return
-        newest, how = find_trusted_checkpoint(output_dir, torn), "It has left no checkpoint that can be resumed from"
-        state = {} if newest is None else json.loads(Path(newest, STATE_FILE).read_text(encoding="utf-8"))
-        if status is None and state.get("global_step", 0) >= (state.get("max_steps") or 0):
-            return
+        newest = find_trusted_checkpoint(output_dir)
+        how = "It has left no checkpoint that can be resumed from"
         if newest is not None:
             asked = '"auto"' if wrapped else repr(newest)
-            how = f"To go on from {newest} (step {state['global_step']}), write train(resume_from_checkpoint={asked})"
-            wrote = (read_marker(Path(newest)) or {}).get("run")
-            how += f"; it is of run {wrote}, before that one" if status and wrote not in (None, status.run) else ""
-        how += "".join(f"; {each.path} cannot be used: {each.reason}" for each in torn)
-        run, fate = ("another run", "") if status is None else (f"run {status.run}", f" {status}")
-        text = "Training begins at step 0 in %s, and will overwrite what %s has left there.%s %s."
-        logger.warning(text, output_dir, run, fate, how)
+            how = f"To go on from {newest}, write train(resume_from_checkpoint={asked})"
+        text = "Training begins at step 0 in %s, and will overwrite what run %s has left there. %s %s."
+        logger.warning(text, output_dir, status.run, status, how)
 
 
 def note_start(journal: Journal, start: Start, output_dir: str) -> None:
@@ -341,47 +271,24 @@ def continues(record: RunRecord, launch: Launch, requested: Any) -> bool:
     """
     if not launch.started_again or requested is False or not first_call(record.directory):
         return False
-    if not of_this_job(record, launch):
-        logger.warning(
-            "In %s lies run %s of a job before this one (its last process began %s): it is not continued, and this "
-            "process starts as requested. Please give each job an output_dir of its own.",
-            record.directory,
-            record.run,
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.newest.began)),
-        )
-        return False
-    if record.newest.call != 1:
-        logger.warning(
-            "The script had trained into %s %d times when it was started again, and it is not known which of these "
-            "calls of train() this one is: it starts as requested. Please give each of them an output_dir of its "
-            "own; after a restart each then continues where it was.",
-            record.directory,
-            record.newest.call,
-        )
-        return False
-    return True
-
-
-def newest_of(record: RunRecord, output_dir: str, passed_over: list[Verdict], readers: Readers) -> Verdict | None:
-    """The newest checkpoint of that very run that can be trusted: another run may have left some in its place."""
-    return newest_verdict_of(
+    newest = record.newest
+    if of_this_job(record, launch) and newest.call == 1:
+        return True
+    what = "a job before this one" if newest.call == 1 else f"this script, which had trained there {newest.call} times"
+    logger.warning(
+        "In %s lies run %s of %s: it is not continued, and this process starts as requested. Please give each run an "
+        "output_dir of its own.",
+        record.directory,
         record.run,
-        output_dir,
-        passed_over=passed_over,
-        readers=readers,
+        what,
     )
-
-
-def newest_step_on_disk(output_dir: str) -> int:
-    """The most steps that anything called a checkpoint in a directory may hold, by its name."""
-    return max((number_of(checkpoint) or 0 for checkpoint in checkpoints_in(output_dir)), default=0)
+    return False
 
 
 def start_of(
-    checkpoint: str | None, record: RunRecord | None, launch: Launch, taken_up: bool, requested: Any
+    checkpoint: str | None, step: int, record: RunRecord | None, launch: Launch, taken_up: bool, requested: Any
 ) -> Start:
     """Puts together what it means to begin at a checkpoint."""
-    step = 0 if checkpoint is None else step_in(Path(checkpoint))
     if record is None or not record.attempts:
         return Start(checkpoint, step)
     if not taken_up:
@@ -391,46 +298,13 @@ def start_of(
             return Start(checkpoint, step)
         marker = None if checkpoint is None else read_marker(Path(checkpoint))
         if checkpoint is not None and (marker is None or marker.get("run") != record.run):
-            logger.warning(
-                "%s is the newest checkpoint in %s, but not of the run that was last trained there (%s, which came to "
-                "step %d): it belongs to %s. If that is not what you want, name the checkpoint to go on from.",
-                checkpoint,
-                record.directory,
-                record.run,
-                record.newest.last_step,
-                "another run" if marker is None else f"run {marker.get('run')}",
-            )
+            # The newest checkpoint there is not of the run that was last trained there.
             return Start(checkpoint, step)
     again = launch.started_again and of_this_job(record, launch)
     # A pod is started again without being told so, by the same words.
     unattended = again or (launch.in_a_pod and requested == "auto")
     by_hand = not unattended and record.ending in _LOOKED_AT
     return Start(checkpoint, step, record, by_hand, launch.by_agent)
-
-
-def step_in(checkpoint: Path) -> int:
-    """Optimizer steps finished in a checkpoint."""
-    marker = read_marker(checkpoint)
-    if marker is not None:
-        return int(marker["step"])
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return int(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["global_step"])
-    return number_of(checkpoint) or 0
-
-
-def trains_beside(record: RunRecord | None, launch: Launch, restarted: bool) -> bool:
-    """Whether the process of a record still trains; a launcher that has started it again knows that it does not."""
-    if record is None or not record.attempts or not still_alive(record.newest):
-        return False
-    return not (restarted and of_this_job(record, launch))
-
-
-def still_alive(attempt: Attempt) -> bool:
-    """Whether another process of this machine, that of an attempt that has not ended, is still there."""
-    elsewhere = attempt.host != socket.gethostname() or attempt.pid == os.getpid()
-    if attempt.ending is not Ending.RUNNING or elsewhere:
-        return False
-    return state_of(attempt.pid, attempt.process_began) in (State.RUNS, State.STOPPED)
 
 
 # ---- healing off: an earlier start has ended because code of this library failed on one of several ranks ----
@@ -442,8 +316,8 @@ def is_off(config: HealingConfig, args: Any) -> bool:
     if votes.all_ranks("healing is attached", not file.exists(), args.device):
         return False
     # On own disks, that of another rank may be the only one.
-    of_ranks = votes.from_every_rank("why it is not", _why_off(file), args.device)
-    noted = next(each for each in of_ranks if each is not None)
+    of_ranks = votes.from_every_rank("why it is not", file.read_text("utf-8") if file.exists() else None, args.device)
+    noted = json.loads(next(each for each in of_ranks if each is not None))
     if processes.is_first_rank():
         with speaking_of(args):
             logger.warning(
@@ -453,16 +327,6 @@ def is_off(config: HealingConfig, args: Any) -> bool:
             )
         Journal(file.parent, config, noted["run"]).event("healing_off", noted["step"], why=noted["why"])
     return True
-
-
-def _why_off(file: Path) -> dict[str, Any] | None:
-    if not file.exists():
-        return None
-    unknown: dict[str, Any] = {"run": "without-healing", "step": 0, "why": "self_healing failed in an earlier start"}
-    with contextlib.suppress(OSError, ValueError):
-        noted = json.loads(file.read_text(encoding="utf-8"))
-        return dict(noted) if matches(unknown, noted) else unknown
-    return unknown
 
 
 def resumed_without_healing(config: HealingConfig, args: Any, requested: Any) -> str | None:
