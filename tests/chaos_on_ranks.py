@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import multiprocessing
 import os
 import signal
@@ -28,7 +27,6 @@ from constants import settings_among
 from two_sharded_processes import sharded_on_the_cpu, whole
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.run import record
 from self_healing.tools.chaos.callback import Chaos
 
 
@@ -51,9 +49,6 @@ GRACE_SECONDS = 30.0
 
 def train(directory: Path, rank: int, options: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
-    # Every step is marked, also where a disk is slow: how far a killed process had come is in the journal.
-    assert record._SHARE
-    record._SHARE = math.inf
     arguments = options.get("arguments", {})
     trainer = sft_trainer(
         directory / "run",
