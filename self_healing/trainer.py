@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -56,8 +56,8 @@ from .healers.restarts.start import (
 )
 from .healers.services import Reporting
 from .healers.train_begin_end import tell_end
-from .hf.dataloader import end_workers_that_failed, loading_twice_at_most, skipping_any_loader
-from .hf.deepspeed import can_be_entered_again, have_engine_made_again, let_go_of_engine, loading_as_written
+from .hf.dataloader import end_workers_that_failed
+from .hf.deepspeed import can_be_entered_again, have_engine_made_again, let_go_of_engine
 from .hf.memory import let_go
 from .hf.patching import entry_hooks_removed_on_exception, remove_progress_bars
 from .hf.services import ReportingGuard
@@ -342,20 +342,12 @@ class SelfHealingTrainer:
         output: TrainOutput = self.trainer.train(**kwargs)
         return output
 
-    @contextlib.contextmanager
-    def _resuming(self, resume: Any) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            run = self._run
-            memory = None if run is None else run.part(Attempts).memory
-            if run is not None and memory is not None and memory.checkpoint == resume:
-                stack.enter_context(memory.loading(self.trainer, partial(note_memory_start, run.journal)))
-            if resume:
-                stack.enter_context(loading_as_written(self.trainer))
-                stack.enter_context(skipping_any_loader(self.trainer))
-            if resume and processes.world_size() == 1:
-                # The others may wait in a collective of the first attempt.
-                stack.enter_context(loading_twice_at_most(self.trainer))
-            yield
+    def _resuming(self, resume: Any) -> contextlib.AbstractContextManager[None]:
+        run = self._run
+        memory = None if run is None else run.part(Attempts).memory
+        if run is not None and memory is not None and memory.checkpoint == resume:
+            return memory.loading(self.trainer, partial(note_memory_start, run.journal))
+        return contextlib.nullcontext()
 
     def _let_go(self, run: Run) -> None:
         """The trainer is itself again, and nothing holds on to the failed step."""

@@ -174,7 +174,7 @@ def main(directory: Path) -> None:
                 results[name]["ended"] = str(error)
 
     def unseen(name: str) -> None:
-        """NaN in a row of one rank that no batch reads, and a best checkpoint that is cut in half."""
+        """NaN in a row of one rank that no batch reads, and a best checkpoint that is torn."""
 
         class Faults(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

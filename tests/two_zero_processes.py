@@ -484,12 +484,6 @@ class Runs:
         self.run("own_healthy", **same)
         self.run("too_high", max_steps=60, learning_rate=3.0, lr_scheduler_type="constant", **same)
 
-    def late_weights(self, stage: int, bf16: bool) -> None:
-        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "max_steps": 26, "gradient_accumulation_steps": 1}
-        healing = HealingConfig(snapshot_verify_steps=1, snapshot_interval=8)
-        self.run("late_weights_plain", healed=False, **same)
-        self.run("late_weights", fault=lambda trainer: NanWeights(trainer, 1, 25), healing=healing, **same)
-
     def spike(self, stage: int, bf16: bool) -> None:
         same: dict[str, Any] = {"stage": stage, "bf16": bf16, "max_steps": 34, "gradient_accumulation_steps": 1}
 

@@ -25,6 +25,10 @@ _WITHOUT = (
     "it was written without DeepSpeed, which finds nothing in it. What to do: go on without DeepSpeed, or load its "
     "weights as the model of a new run"
 )
+_NOT_UNIVERSAL = (
+    "it is no universal checkpoint, as none is that a job has written itself. What to do: remove "
+    '"load_universal": true from the DeepSpeed configuration'
+)
 _CONVERT = (
     "convert it (python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
     '{path}/{tag} --output_folder {path}/{tag}_universal) and set "checkpoint": {{"load_universal": true}} in the '
@@ -205,9 +209,8 @@ def why_of_another_job(checkpoint: Path, job: ZeroJob | None) -> str | None:
             "load them as the model of a new run"
         )
     universal, pointer = checkpoint / _LATEST_UNIVERSAL, checkpoint / _LATEST
-    if job.universal and universal.is_file():
-        return None
-    # What a job that has loaded a universal one writes itself is none: `loading_as_written`.
+    if job.universal:
+        return None if universal.is_file() else _NOT_UNIVERSAL
     if not pointer.is_file():
         return (
             'it has become a universal checkpoint. What to do: set "checkpoint": {"load_universal": true} in the '

@@ -132,12 +132,6 @@ def vet_weights(checkpoint: Path) -> str | None:
     return None
 
 
-def may_be_loaded(checkpoint: Path) -> bool:
-    """Whether it is a whole checkpoint of ours, not suspect, with weights that are finite."""
-    marker = load_marker(checkpoint)
-    return marker is not None and marker["standing"] != "suspect" and vet_weights(checkpoint) is None
-
-
 def breach_of_marker(checkpoint: Path) -> str | None:
     """Names the first file that is gone, of another length or changed since the marker was written, if any is."""
     marker = load_marker(checkpoint)

@@ -19,11 +19,11 @@ from typing import Any
 
 from ..checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint, refuse_unwritable
 from ..checkpoints.marker import Standing, healing_state_of, write_marker
-from ..checkpoints.vetting import may_be_loaded, vet_weights
+from ..checkpoints.vetting import vet_weights
 from ..failures.classify import describe_exception
 from ..failures.recipes import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
 from ..hf.adapter import Instrument
-from ..hf.saving import BestChoice, BestModel
+from ..hf.saving import leave_damaged_best
 from ..hf.services import ReportingGuard
 from ..hf.trainer_state import save_generated
 from ..journal.incident import Incident, counted, lost_steps
@@ -36,7 +36,6 @@ from ..run.record import new_run_id
 from ..run.run import REFUND_STEPS, Run
 from ..run.status import RunState
 from ..system import processes
-from ..system.files import PINNED_DIR
 from ..system.processes import Process, log_safely
 from .assembly import load_state
 from .data.healer import SampleHealer
@@ -137,14 +136,6 @@ def _attach(run: Run, first: bool) -> None:
     run.healers.attach(first=first)
     if first:
         refuse_wrong_sums(run)
-    output_dir = Path(run.trainer.args.output_dir)
-    instrument.best_model = BestModel(
-        run.trainer,
-        [output_dir, output_dir / PINNED_DIR],
-        vet_weights,
-        may_be_loaded,
-        partial(tell_of_best_model, run),
-    )
     if run.wrapped:
         return
     # The wrapper guards trackers and Hub from before `train()` to its very end.
@@ -381,26 +372,16 @@ def end_run(run: Run, instrument: Instrument, step: int) -> None:
         run.part(Preemption).leave(step, str(args.output_dir))
 
 
-def tell_of_best_model(run: Run, best: str, choice: BestChoice) -> None:
-    """Tells that the best checkpoint could not be loaded, and what the model holds in its place."""
-    run.journal.event(
-        "best_model_passed_over",
-        run.step,
-        path=best,
-        reason=choice.refused,
-        instead=choice.path,
-        metric=choice.metric,
-    )
-    instead = "they are those of the last step"
-    if choice.path is not None:
-        instead = f"they are those of the next best, {choice.path} ({choice.metric:.4g})"
+def tell_of_best_model(run: Run, best: str, reason: str) -> None:
+    """Tells that the best checkpoint could not be loaded."""
+    run.journal.event("best_model_passed_over", run.step, path=best, reason=reason)
     logger.error(
         "Step %d: the best checkpoint, %s, is not loaded, because its weights cannot be used: %s. The weights at the "
-        "end of this run are not the best: %s. Nothing of the run is lost; evaluate them before you use them.",
+        "end of this run are not the best: they are those of the last step. Nothing of the run is lost; evaluate them "
+        "before you use them.",
         run.step,
         best,
-        choice.refused,
-        instead,
+        reason,
     )
 
 
@@ -640,6 +621,11 @@ class RunEvents(Healer):
             if instrument.failsafe.tells_of_lost_device(error):
                 raise
             logger.warning("%s could not be marked as complete.", checkpoint, exc_info=True)
+
+    def before_best_model(self) -> None:
+        left = leave_damaged_best(self._run.instrument.trainer, vet_weights)
+        if left is not None:
+            tell_of_best_model(self._run, *left)
 
     def device_lost(self, error: BaseException) -> None:
         # First, so that the postmortem has the ranks in it.

@@ -15,7 +15,7 @@ from transformers import Trainer
 from ..failures.recipes import TrainingFault
 from ..ranks import votes
 from ..system.random_state import RandomState
-from .dataloader import DataPosition, WorkerDeaths
+from .dataloader import DataPosition
 from .engine import StepEngine
 from .hooks import Failsafe, Hooks
 from .memory import OutOfMemory, is_out_of_memory
@@ -24,11 +24,11 @@ from .oom import ActivationCheckpointing, MemoryRetry, OneRankRetry
 from .optimizer import OptimizerStep, Rates
 from .patching import Interception, Replacements
 from .reentry import Leaving, Reentry
-from .saving import BestModel, SaveSchedule
+from .saving import SaveSchedule
 from .sections import Heartbeat, Phase
 from .step import Window, tell_of_failure
 from .trainer_state import Bookkeeper
-from .training_step import AccelerateEngine, DeepSpeedEngine, GenerationGuard, TrainingCall, WatchedDeepSpeed
+from .training_step import AccelerateEngine, DeepSpeedEngine, NotGenerated, TrainingCall, WatchedDeepSpeed
 from .view import TrainerView
 
 
@@ -84,13 +84,10 @@ class Instrument:
         self.leaving = Leaving(trainer, self.view, self.position, lambda: self.window)
         self.saves = SaveSchedule(trainer, self.view, self.ledger, hooks, self.failsafe, self.leaving)
         self.window: Window | None = None
-        self._worker_deaths = WorkerDeaths()
         self.activation_checkpointing = ActivationCheckpointing(self.trainer.model)
         self.started_at = started_at
         self._hooks = hooks
         self._heals_exceptions = heals_exceptions
-        # Checked before it takes the place of what was trained last.
-        self.best_model: BestModel | None = None
         # Undo what healers have done to the trainer, when it is given back.
         self.on_detach: list[Callable[[], None]] = []
 
@@ -141,10 +138,7 @@ class Instrument:
             self.replace(trainer, "_mixed_mesh_grad_norm", self._mixed_mesh_grad_norm)
         if self.leaves_out_nonfinite and hasattr(trainer, "_generate_and_score_completions"):
             # GRPO, RLOO, distillation.
-            guard = GenerationGuard(
-                self.view, self.failsafe, judges=lambda: self.window is not None and self.window.judged
-            )
-            self.replace(trainer, "_generate_and_score_completions", guard.generate)
+            self.replace(trainer, "_generate_and_score_completions", self._generate)
         if self.view.can_reexecute:
             self.replace(trainer.optimizer, "step", self._in_section("optimizer", self.optimizer_step.step))
         for name, section in (
@@ -153,7 +147,7 @@ class Instrument:
         ):
             if hasattr(trainer, name):
                 self.replace(trainer, name, self._in_section(section, _unchanged))
-        self.replace(trainer, "_load_best_model", self._in_section("load_best_model", self._load_best_model))
+        self.replace(trainer, "_load_best_model", self._in_section("load_best_model", _unchanged))
         self.one_rank.attach()
         self.optimizer_step.attach()
         self.position.watch()
@@ -166,7 +160,6 @@ class Instrument:
             self.engine.detach,
             self.optimizer_step.detach,
             self.position.release,
-            self._worker_deaths.release,
             self.activation_checkpointing.switch_off,
         )
         for undo in (self.leaving.detach, *reversed(undoing), *own):
@@ -233,7 +226,6 @@ class Instrument:
         """Called in `on_epoch_begin`."""
         if self.attached:
             with self.failsafe.contained():
-                self._worker_deaths.forget()
                 self.position.epoch_begins()
                 self.reentry.epoch_begins()
 
@@ -286,7 +278,7 @@ class Instrument:
         with self.failsafe.contained():
             self.window = None
             self.reentry.fetching()
-        with self.failsafe.leaving_on_exception(), self._worker_deaths.fetching():
+        with self.failsafe.leaving_on_exception():
             result = original(*args, **kwargs)
         if self.attached:
             with self.failsafe.contained():
@@ -351,10 +343,22 @@ class Instrument:
 
         return self.engine.preparing(note)
 
+    def _generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Looks at the weights on all ranks before a trainer generates the rows it trains on, and scores them."""
+        spoiled = False
+        # An evaluation has no loss that could be taken for one that is not finite.
+        if self.trainer.model.training:
+            with self.failsafe.contained(), self.failsafe.together():
+                found = bool(self.view.nonfinite_weights())
+                spoiled = votes.any_rank("weights to generate with", found, self.view.device)
+        if spoiled:
+            raise NotGenerated("the weights are not finite: nothing is generated with them")
+        return original(*args, **kwargs)
+
     def _until_it_fits_alone(self, window: Window, ran_out: OutOfMemory) -> torch.Tensor:
         """Computes a micro-batch again on this rank of several, in whatever way fits, while the others wait."""
         while True:
-            if not self.retry.handled(ran_out):
+            if not self.retry.handled(ran_out, window):
                 self.detach()
                 raise ran_out.error
             try:
@@ -374,7 +378,7 @@ class Instrument:
         """Computes the step again up to where memory ran out, in whatever way fits; its last loss, and its tokens."""
         before_the_step = tokens - window.tokens_inside
         while True:
-            if not self.retry.handled(ran_out):
+            if not self.retry.handled(ran_out, window):
                 self.detach()
                 raise ran_out.error
             try:
@@ -484,7 +488,7 @@ class Instrument:
             # An evaluation may generate, and training draws on from where it stops.
             rng.restore()
             self.ledger.rewind_stores(stores)
-            if not self.retry.handled_in_evaluation(ran_out):
+            if not self.retry.handled(ran_out, None):
                 raise ran_out.error
 
     def _log_evaluate_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -493,16 +497,12 @@ class Instrument:
         self.saves.maybe_log_save_evaluate(original, *args, **kwargs)
         self.reentry.events_end()
 
-    def _evaluate(self, original: Callable[..., Any], trial: Any, ignore_keys: Any, *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.objective.online and self.leaves_out_nonfinite:
             # Rows are generated for an evaluation as well, and it has no loss that could be left out.
             with self.failsafe.contained(), self.failsafe.together():
                 self._hooks.vouch_for_state()
-        metrics = original(trial, ignore_keys, *args, **kwargs)
-        if self.best_model is not None:
-            with self.failsafe.contained():
-                self.best_model.note_evaluation(metrics)
-        return metrics
+        return original(*args, **kwargs)
 
     def _on_epoch_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.reentry.epoch_end_begins()
@@ -516,15 +516,10 @@ class Instrument:
             if "train_runtime" in logs:
                 self.reentry.finalizing()
                 self._cover_the_whole_run(logs)
-        if "train_runtime" in logs and self.best_model is not None and self.trainer.args.load_best_model_at_end:
+        if "train_runtime" in logs:
             with self.failsafe.contained(), self.failsafe.together():
-                self.best_model.choose()
+                self._hooks.before_best_model()
         return original(logs, *args, **kwargs)
-
-    def _load_best_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.best_model is None:
-            return original(*args, **kwargs)
-        return self.best_model.load(original, *args, **kwargs)
 
     def _cover_the_whole_run(self, logs: dict[str, float]) -> None:
         """Corrects the Trainer's final speed metrics, which know only the last entry into `train()`."""

@@ -5,27 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import signal
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
-from accelerate.data_loader import DataLoaderDispatcher, DataLoaderStateMixin, IterableDatasetShard
-from accelerate.utils import DistributedType
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe, _utils
+from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from ..failures.classify import classify_exception
-from ..failures.recipes import FailureType
-from ..ranks import votes
 from ..system import processes
 from .batches import Layout, layout_of
-from .memory import free_memory, let_go
 from .objective import Objective
-from .patching import Replacements
 
 
 logger = logging.getLogger(__name__)
@@ -55,9 +47,8 @@ class DataPosition:
         self.micro_batches = 0
         self._rows = 0
         self._began_at = 0
+        # By micro-batch of the epoch.
         self._sampled: dict[int, list[int]] = {}
-        # Ranks that the first one loads for, itself included; none where what each of them gets is not known.
-        self._loads_for = 1
         self._watched: tuple[Any, type] | None = None
 
     # ---- where we are ----
@@ -78,8 +69,7 @@ class DataPosition:
     def advance(self, batches: Sequence[Any]) -> None:
         """Counts the micro-batches of a finished step."""
         self.micro_batches += len(batches)
-        first = self._drawn_for(self.micro_batches).start
-        for position in [position for position in self._sampled if position < first]:
+        for position in [position for position in self._sampled if position < self.micro_batches]:
             del self._sampled[position]
         if self._streams():
             # Elsewhere rows are known by what the batch sampler has given out.
@@ -114,13 +104,9 @@ class DataPosition:
         """Keeps the index lists the batch sampler gives out, until [`release`]."""
         loader = self._trainer.callback_handler.train_dataloader
         sampler = getattr(loader, "batch_sampler", None)
-        if sampler is None or self._streams():
+        if sampler is None or self._streams() or isinstance(loader, DataLoaderDispatcher):
+            # Of a dispatcher the first rank alone knows what it has drawn.
             return
-        if isinstance(loader, DataLoaderDispatcher):
-            self._loads_for = _ranks_served(loader)
-            if self._loads_for == 0 or not processes.is_first_rank():
-                # What workers of another rank prefetch from its sampler is never trained on.
-                return
         cls, position_now, sampled = type(sampler), self, self._sampled
 
         def __iter__(self: Any) -> Iterator[Any]:
@@ -145,39 +131,12 @@ class DataPosition:
             sampler.__class__ = cls
             self._watched = None
 
-    def share(self, size: int) -> None:
-        """Tells all ranks what the first one has drawn for the current step, where it loads for all."""
-        if self._loads_for > 1:
-            drawn = votes.from_first_rank(
-                "samples of the step", lambda: self._drawn_in_step(size), self._trainer.accelerator.device
-            )
-            self._sampled.update(drawn)
-
-    def _drawn_in_step(self, size: int) -> dict[int, list[int]]:
-        positions = range(self.micro_batches, self.micro_batches + size)
-        draws = (draw for position in positions for draw in self._drawn_for(position))
-        return {draw: self._sampled[draw] for draw in draws if draw in self._sampled}
-
-    def _drawn_for(self, micro_batch: int) -> range:
-        """Which batches of the sampler are drawn for a micro-batch of the epoch, by their numbers."""
-        ranks = max(self._loads_for, 1)
-        # Where it is resumed within an epoch, accelerate skips as many of them as micro-batches, whoever they are for.
-        first = self._began_at + (micro_batch - self._began_at) * ranks
-        return range(first, first + ranks)
-
-    def _indices(self, micro_batch: int) -> list[int] | None:
-        """What this rank's part of a micro-batch is made of; `None` where that is unknown."""
-        drawn = [self._sampled.get(draw) for draw in self._drawn_for(micro_batch)]
-        if len({None if each is None else len(each) for each in drawn}) > 1:
-            # They are put together and cut in equal parts, filled up with rows of the first ones.
-            return None
-        return drawn[processes.own_rank() if self._loads_for > 1 else 0]
-
     # ---- where rows came from ----
 
     def sampled(self, size: int) -> set[int]:
         """Indices of the samples that the micro-batches of the current step were made of, as far as they are known."""
-        return {int(index) for batch in self._drawn_in_step(size).values() for index in batch}
+        positions = range(self.micro_batches, self.micro_batches + size)
+        return {int(index) for position in positions for index in self._sampled.get(position, ())}
 
     def sources(self, layout: Layout, index: int, earlier: Sequence[Any]) -> list[RowSource]:
         """Finds where each row of a micro-batch of the current step came from."""
@@ -190,7 +149,7 @@ class DataPosition:
                 return unknown
             before = self._rows + sum(self._count_rows(batch) for batch in earlier)
             return [RowSource(stream_ordinal=before + row) for row in range(layout.rows)]
-        indices = self._indices(self.micro_batches + index)
+        indices = self._sampled.get(self.micro_batches + index)
         if indices is None:
             return unknown
         if layout.kind == "segments":
@@ -208,13 +167,6 @@ class DataPosition:
 
     def _streams(self) -> bool:
         return isinstance(self._trainer.train_dataset, torch.utils.data.IterableDataset)
-
-
-def _ranks_served(loader: DataLoaderDispatcher) -> int:
-    """For how many ranks the first one draws a batch each; none where all of them get parts or copies of one."""
-    if loader.split_batches or loader.submesh_tp is not None:
-        return 0
-    return int(loader.state.num_processes)
 
 
 # ---- loading: reads and replaces what a trainer's data loader takes its samples from ----
@@ -278,166 +230,11 @@ class TrainingLoader:
         return [self.collate([self.dataset[index], self.dataset[index]]) for index in chosen]
 
 
-# ---- resuming ----
-
-
-@contextlib.contextmanager
-def skipping_any_loader(trainer: Any) -> Iterator[None]:
-    """Lets a call of `train()` that resumes skip into whatever `get_train_dataloader` returns."""
-    replacements = Replacements()
-
-    def skippable(original: Any, *args: Any, **kwargs: Any) -> Any:
-        loader = original(*args, **kwargs)
-        return loader if _accelerate_skips(trainer, loader) else IteratedLoader(loader, trainer)
-
-    replacements.wrap(trainer, "get_train_dataloader", skippable)
-    try:
-        yield
-    finally:
-        replacements.give_back()
-
-
-@contextlib.contextmanager
-def loading_twice_at_most(trainer: Any) -> Iterator[None]:
-    """Loads what a call of `train()` that resumes cannot load of its checkpoint once more, from its beginning."""
-    replacements = Replacements()
-
-    def load(original: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        except Exception as error:
-            if classify_exception(error) in (FailureType.DEVICE, FailureType.PROCESS_DIED):
-                raise
-            logger.warning("A part of the checkpoint could not be loaded; trying once more.", exc_info=True)
-            let_go(error)
-        # Outside the handler: what the exception held is gone.
-        free_memory(trainer.accelerator.device)
-        return original(*args, **kwargs)
-
-    for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state"):
-        replacements.wrap(trainer, name, load)
-    try:
-        yield
-    finally:
-        replacements.give_back()
-
-
-def _accelerate_skips(trainer: Any, loader: Any) -> bool:
-    if trainer.accelerator.distributed_type == DistributedType.XLA or isinstance(loader, DataLoaderStateMixin):
-        return True
-    if isinstance(loader, DataLoader):
-        return type(loader).__iter__ is DataLoader.__iter__
-    return hasattr(loader, "dataset") and hasattr(loader, "batch_sampler")
-
-
-class IteratedLoader:
-    """A loader of any kind that accelerate skips into by iterating: to it, a stream of batches that are ready."""
-
-    # What accelerate hands to the loader that it makes; the wrapped loader has applied its own by then.
-    batch_size = None
-    drop_last = pin_memory = persistent_workers = False
-    num_workers = timeout = 0
-    worker_init_fn = multiprocessing_context = prefetch_factor = None
-    pin_memory_device = ""
-
-    def __init__(self, loader: Any, trainer: Any) -> None:
-        self._wrapped = loader
-        self._trainer = trainer
-        # torch draws a seed for every iterator: not from the global generator, which the order may be drawn from.
-        self.generator = torch.Generator()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._wrapped)
-
-    def __len__(self) -> int:
-        return len(self._wrapped)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_wrapped":
-            raise AttributeError(name)
-        return getattr(self._wrapped, name)
-
-    @property
-    def dataset(self) -> IterableDataset[Any]:
-        return _ReadyBatches(self._wrapped, self._trainer)
-
-    @staticmethod
-    def collate_fn(batch: Any) -> Any:
-        return batch
-
-
-class _ReadyBatches(IterableDataset[Any]):
-    def __init__(self, loader: Any, trainer: Any) -> None:
-        self._loader = loader
-        self._trainer = trainer
-
-    def __iter__(self) -> Iterator[Any]:
-        if hasattr(self._loader, "set_epoch"):
-            # The Trainer tells its own loader, and from here on that is the one that accelerate has made.
-            self._loader.set_epoch(math.floor(self._trainer.state.epoch or 0))
-        return iter(self._loader)
-
-
 # ---- loader workers ----
 
 
 # Per worker, in seconds: SIGTERM ends one that runs Python at once, SIGKILL all others but those the kernel holds.
 _PATIENCE = 2.0
-
-
-class WorkerDeaths:
-    """Lets the death of a data loader worker surface where batches are fetched, and nowhere else."""
-
-    def __init__(self) -> None:
-        self._torchs: Callable[[int, FrameType | None], Any] | None = None
-        self._fetching = False
-        self._held: RuntimeError | None = None
-
-    @contextlib.contextmanager
-    def fetching(self) -> Iterator[None]:
-        """Marks that batches are fetched inside: a dead worker is raised here."""
-        held, self._held = self._held, None
-        if held is not None:
-            raise held
-        self._fetching = True
-        try:
-            yield
-        finally:
-            self._fetching = False
-            # torch has its handler from the first worker on.
-            self._stand_before_torch()
-
-    def forget(self) -> None:
-        """Called when an epoch begins: the workers of the last one are not needed any more."""
-        self._held = None
-
-    def release(self) -> None:
-        """Gives torch its handler back, unless another handler calls this one, which passes everything on then."""
-        self._fetching, self._held = True, None
-        if self._torchs is not None and signal.getsignal(signal.SIGCHLD) == self._handle:
-            signal.signal(signal.SIGCHLD, self._torchs)
-            self._torchs = None
-
-    def _stand_before_torch(self) -> None:
-        # Where no loader has workers there is none; asking for a signal's handler takes longer than fetching a batch.
-        if not getattr(_utils.signal_handling, "_SIGCHLD_handler_set", True):
-            return
-        if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
-            return
-        handler = signal.getsignal(signal.SIGCHLD)
-        if callable(handler) and getattr(handler, "__module__", None) == _utils.signal_handling.__name__:
-            self._torchs = handler
-            signal.signal(signal.SIGCHLD, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._torchs is None:
-            return
-        try:
-            self._torchs(number, frame)
-        except RuntimeError as error:
-            if self._fetching:
-                raise
-            self._held = error
 
 
 def end_awaited_workers(frame: FrameType | None) -> list[int]:
@@ -489,9 +286,6 @@ def _end_workers(iterator: Any) -> list[int]:
         if worker.is_alive():
             worker.kill()
             worker.join(timeout=_PATIENCE)
-    still = [worker.pid for worker in iterator._workers if worker.is_alive()]
-    if still:
-        logger.warning("Data loader workers %s do not end: the kernel holds them (a file system that hangs).", still)
     with contextlib.suppress(Exception):
         iterator._shutdown_workers()
     return [worker.pid for worker in iterator._workers]

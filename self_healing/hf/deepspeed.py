@@ -7,7 +7,6 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,42 +61,6 @@ def let_go_of_engine(trainer: Any) -> None:
     trainer.model_wrapped.destroy()
     trainer.model_wrapped = trainer.model
     trainer.optimizer = trainer.lr_scheduler = None
-
-
-def load_as_written(engine: Any, replaced: Replacements) -> None:
-    """
-    Has an engine that is to load universal checkpoints (`load_universal`) load others as what they are: what the job
-    writes itself, after it has begun with one, are no universal ones.
-    """
-
-    def load(original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-        config, universal = engine._config, engine.load_universal_checkpoint()
-        config.load_universal_checkpoint = universal and Path(path, "latest_universal").is_file()
-        try:
-            return original(path, *args, **kwargs)
-        finally:
-            config.load_universal_checkpoint = universal
-
-    if engine.load_universal_checkpoint():
-        replaced.wrap(engine, "load_checkpoint", load)
-
-
-@contextlib.contextmanager
-def loading_as_written(trainer: Any) -> Iterator[None]:
-    """Does so with the engine that a trainer makes in `train()`, and has load a checkpoint before anything else."""
-    replaced = Replacements()
-
-    def prepare(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        prepared, engine = original(*args, **kwargs), engine_of(trainer)
-        if engine is not None:
-            load_as_written(engine, replaced)
-        return prepared
-
-    replaced.wrap(trainer.accelerator, "prepare", prepare)
-    try:
-        yield
-    finally:
-        replaced.give_back()
 
 
 def why_not_healed(engine: Any) -> str | None:
@@ -450,34 +413,3 @@ def writes_of(engine: Any) -> list[tuple[Any, str]]:
         (engine.checkpoint_engine, "save"),
         (engine, "_copy_recovery_script"),
     ]
-
-
-# ---- native adam: what DeepSpeed's Adam for the CPU keeps in its library, beside the state that can be read ----
-
-
-class NativeAdam:
-    """Knows the powers of the betas that DeepSpeed's Adam for the CPU multiplies from step to step."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._entered_at = self._steps
-
-    @staticmethod
-    def is_in(optimizer: Any) -> bool:
-        """Whether an optimizer is DeepSpeed's Adam for the CPU."""
-        return hasattr(optimizer, "ds_opt_adam")
-
-    def count_again(self) -> None:
-        """Multiplies them up to the step of the state that was put in place."""
-        adam, nothing = self._optimizer, torch.empty(0)
-        native, first = adam.ds_opt_adam, adam.param_groups[0]
-        settings = (first["lr"], *first["betas"], first["eps"], first["weight_decay"])
-        native.create_adam(adam.opt_id, *settings, adam.adam_w_mode, False)
-        for step in range(self._entered_at + 1, self._steps + 1):
-            for group in adam.param_groups:
-                of_group = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
-                native.adam_update(adam.opt_id, step, *of_group, group["bias_correction"], *[nothing] * 4)
-
-    @property
-    def _steps(self) -> int:
-        return max((int(state.get("step", 0)) for state in self._optimizer.state.values()), default=0)

@@ -102,6 +102,9 @@ class Hooks:
     def after_save(self, step: int) -> None:
         """Called when the Trainer has written a checkpoint with all its parts, before its callbacks are told."""
 
+    def before_best_model(self) -> None:
+        """Called at the end of the run, before the best model takes the place of the one that was trained last."""
+
     # ---- the run cannot go on as it was ----
 
     def left_by(self, error: BaseException) -> None:

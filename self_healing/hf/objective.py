@@ -56,14 +56,6 @@ GENERIC = Objective("generic", detectors=_OFFLINE | {"above_chance", "never_lear
 UNKNOWN = Objective("unknown", detectors=ANY_POSITIVE_LOSS)
 
 
-def objective_named(name: str) -> Objective:
-    """Returns the objective with a name."""
-    known = {objective.name: objective for objective in (*BY_CLASS_NAME.values(), GENERIC, UNKNOWN)}
-    if name not in known:
-        raise ValueError(f"There is no objective {name!r}. There are: {', '.join(sorted(known))}.")
-    return known[name]
-
-
 # ---- objective: the objective of a trainer, and whether its loss is the user's ----
 
 

@@ -79,25 +79,16 @@ class MemoryRetry:
         with self._failsafe.contained():
             self._hooks.oom_on_one_rank(ran_out)
 
-    def handled(self, ran_out: OutOfMemory) -> bool:
-        """Whether there is more memory now for a training step that lacked some."""
-        return self._handled(lambda: self._hooks.handle_oom(ran_out, self._window()))
-
-    def handled_in_evaluation(self, ran_out: OutOfMemory) -> bool:
-        """As [`handled`], for a batch of an evaluation."""
-        return self._handled(lambda: self._hooks.handle_oom(ran_out, None))
-
-    def handled_in_optimizer_step(self, ran_out: OutOfMemory) -> bool:
-        """As [`handled`], for `optimizer.step()`, which may have changed some weights."""
-        return self._handled(lambda: self._hooks.handle_oom_in_optimizer_step(ran_out, self._window()))
-
-    def _handled(self, handle: Callable[[], bool]) -> bool:
+    def handled(self, ran_out: OutOfMemory, window: Window | None) -> bool:
+        """Whether there is more memory now for what lacked some: a training step, or an evaluation (no window)."""
         for section in ("step", "optimizer", "prediction", "generate"):
             # Row by row, a part takes many times as long.
             self._heartbeat.be_patient(section)
+        in_update = ran_out.place == "optimizer step"
+        handle = self._hooks.handle_oom_in_optimizer_step if in_update else self._hooks.handle_oom
         handled = False
         with self._failsafe.contained():
-            handled = handle()
+            handled = handle(ran_out, window)
         return handled
 
     def on_success(self) -> None:
@@ -127,7 +118,7 @@ class MemoryRetry:
             if is_out_of_memory(error):
                 discard()
             ran_out = self.caught(error)
-            if ran_out is not None and self.handled(ran_out):
+            if ran_out is not None and self.handled(ran_out, self._window()):
                 continue
             if repeated or not self._may_have_passed(error):
                 raise TrainingFault(error, others_wait) from error

@@ -117,7 +117,7 @@ class OptimizerStep:
                     self._hooks.stepped()
                 return result
             with self._failsafe.leaving_on_exception():
-                again = self._retry.handled_in_optimizer_step(ran_out)
+                again = self._retry.handled(ran_out, self._window())
             if not again:
                 raise ran_out.error
 

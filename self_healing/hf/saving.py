@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
-import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 import torch
 from accelerate.utils import save_fsdp_optimizer
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import Trainer
 from transformers import trainer as trainer_module
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+from transformers.trainer_utils import SaveStrategy
 
 from ..checkpoints.choice import writes_checkpoints
 from ..failures import recipes
@@ -35,7 +32,7 @@ from .deepspeed import engine_of, saves_in_known_order, writes_of
 from .hooks import Failsafe, Hooks
 from .patching import Replacements
 from .reentry import Leaving
-from .trainer_state import Bookkeeper, Bookkeeping, plain_value
+from .trainer_state import Bookkeeper, Bookkeeping
 from .view import TrainerView
 
 
@@ -89,7 +86,7 @@ class SaveSchedule:
         if self._on_schedule:
             with self._failsafe.contained():
                 self._hooks.before_save(self._view.step)
-        with self._timed(), refusing_nothing(self._trainer, whole=self._leaving.begun):
+        with self._saving():
             if not self._on_schedule or self.writer is None:
                 return original(*args, **kwargs)
             if not self.writer.write(original, *args, **kwargs):
@@ -120,11 +117,20 @@ class SaveSchedule:
             self._on_schedule = False
 
     @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _saving(self) -> Iterator[None]:
+        trainer, replaced = self._trainer, Replacements()
+        for each in (*trainer.callback_handler.callbacks, trainer.control):
+            if isinstance(each, ExportableState):
+                # The Trainer (5.23) raises a KeyError for one that has come after the beginning.
+                trainer.state.stateful_callbacks.setdefault(type(each).__name__, {})
+        if self._leaving.begun:
+            # Another process goes on from it.
+            replaced.put(trainer.args, "save_only_model", False)
         began, self.writing = time.monotonic(), True
         try:
             yield
         finally:
+            replaced.give_back()
             self.writing = False
             self.longest = max(self.longest, time.monotonic() - began)
 
@@ -158,30 +164,14 @@ class SaveSchedule:
 # ---- saving ----
 
 
-class SaveOutcomes(Protocol):
-    """The events of saving checkpoints."""
-
-    def failed(self, error: Exception, checkpoint: Path, step: int, best: str | None, untouched: bool) -> bool:
-        """Called when a checkpoint could not be written."""
-
-    def failed_together(self, error: Exception, checkpoint: Path, step: int, again: bool) -> None:
-        """Called on the other ranks with what [`failed`] has returned on the first one."""
-
-    def not_rotated(self, error: Exception, checkpoint: Path, step: int) -> None:
-        """Called when a checkpoint was written, and an older one could not be removed."""
-
-    def saved(self, checkpoint: Path, step: int) -> None:
-        """Called when a checkpoint was written."""
-
-
 class CheckpointSaving:
     """Writes the checkpoints of one trainer's schedule."""
 
     def __init__(
-        self, trainer: Any, outcomes: SaveOutcomes, contained: Callable[[], contextlib.AbstractContextManager[None]]
+        self, trainer: Any, healer: Any, contained: Callable[[], contextlib.AbstractContextManager[None]]
     ) -> None:
         self._trainer = trainer
-        self._outcomes = outcomes
+        self._healer = healer
         self._contained = contained
         self._best: tuple[float | None, int | None] = (None, None)
 
@@ -199,9 +189,8 @@ class CheckpointSaving:
             return True
         step = int(trainer.state.global_step)
         checkpoint = Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{step}"
-        rewind = self._mark()
         while True:
-            before = _files_of(checkpoint)
+            before, rewind = _files_of(checkpoint), self._mark()
             try:
                 if several:
                     together.save(save, checkpoint, model, trial, *args, **kwargs)
@@ -215,7 +204,7 @@ class CheckpointSaving:
                 written, again = was_rotating(error), None
                 with self._contained():
                     if written:
-                        self._outcomes.not_rotated(error, checkpoint, step)
+                        self._healer.not_rotated(error, checkpoint, step)
                     else:
                         rewind()
                         best = trainer.state.best_model_checkpoint
@@ -223,7 +212,7 @@ class CheckpointSaving:
                         complete = str(checkpoint / STATE_FILE) in before
                         untouched = complete and _files_of(checkpoint) == before
                         decides = processes.is_first_rank()
-                        again = decides and self._outcomes.failed(error, checkpoint, step, best, untouched)
+                        again = decides and self._healer.failed(error, checkpoint, step, best, untouched)
                 if written:
                     return True
                 if several:
@@ -237,7 +226,7 @@ class CheckpointSaving:
                     return False
             else:
                 with self._contained():
-                    self._outcomes.saved(checkpoint, step)
+                    self._healer.saved(checkpoint, step)
                 return True
 
     def _decided_together(self, again: bool | None, error: Exception, checkpoint: Path, step: int) -> bool | None:
@@ -251,23 +240,17 @@ class CheckpointSaving:
         again = wanted > 0
         if not processes.is_first_rank():
             with self._contained():
-                self._outcomes.failed_together(error, checkpoint, step, again)
+                self._healer.failed_together(error, checkpoint, step, again)
         return again
 
     def _mark(self) -> Callable[[], None]:
         """Notes what saving changes beside files; the function it returns puts that back."""
         state = self._trainer.state
-        best = state.best_model_checkpoint
-        callbacks = {
-            name: list(kept) if isinstance(kept, list) else kept for name, kept in state.stateful_callbacks.items()
-        }
+        best, callbacks = state.best_model_checkpoint, copy.deepcopy(state.stateful_callbacks)
         rng = RandomState.capture(self._trainer.accelerator.device)
 
         def rewind() -> None:
-            state.best_model_checkpoint = best
-            state.stateful_callbacks = {
-                name: list(kept) if isinstance(kept, list) else kept for name, kept in callbacks.items()
-            }
+            state.best_model_checkpoint, state.stateful_callbacks = best, callbacks
             rng.restore()
 
         return rewind
@@ -329,7 +312,7 @@ class SavingTogether:
             replacements.wrap(engine, "save_checkpoint", self._part_of_engine)
         not_rotated: Exception | None = None
         try:
-            self._attempt_or_join("_save_checkpoint", save, *args, **kwargs)
+            self._attempt(partial(save, *args, **kwargs), gathers=True)
         except Exception as error:
             if not (was_rotating(error) and costs_its_save(error)):
                 raise
@@ -353,7 +336,7 @@ class SavingTogether:
                 (checkpoint / name).mkdir(exist_ok=True)
 
     def _part(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._attempt(lambda: original(*args, **kwargs))
+        return self._attempt(partial(original, *args, **kwargs))
 
     def _part_of_engine(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         written = self._part(original, *args, **kwargs)
@@ -364,19 +347,13 @@ class SavingTogether:
 
     def _part_of_trainer(self, name: str, last: bool, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         gathers = name in _PARTS[:2] and (self._trainer.is_deepspeed_enabled or self._trainer.is_fsdp_enabled)
-        attempt = partial(self._attempt_or_join, name) if gathers else self._part
-        result = attempt(original, *args, **kwargs)
+        result = self._attempt(partial(original, *args, **kwargs), gathers)
         if last:
             self._agree()
         return result
 
-    def _attempt_or_join(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Has a rank whose own version of a method fails before it meets the others meet them in the Trainer's."""
-        own = partial(getattr(Trainer, name), self._trainer, *args, **kwargs)
-        return self._attempt(lambda: original(*args, **kwargs), lambda _: self._attempt(own, _strand))
-
-    def _attempt(self, write: Callable[[], Any], missed: Callable[[Exception], Any] | None = None) -> Any:
-        """Notes an error of the disk, and stays with the others; `missed` is called if it has met none of them yet."""
+    def _attempt(self, write: Callable[[], Any], gathers: bool = False) -> Any:
+        """Notes an error of the disk, and stays with the others; ends the job if it has missed where they meet."""
         begun = votes.collectives_begun()
         try:
             return write()
@@ -392,9 +369,10 @@ class SavingTogether:
             if was_rotating(error) or not costs_its_save(error):
                 raise
             self._refused = self._refused or (self._trainer.args.process_index, error)
-            if missed is not None and begun is not None and votes.collectives_begun() == begun:
-                missed(error)
-            elif _left(error, "save_fsdp_model"):
+            if gathers and begun is not None and votes.collectives_begun() == begun:
+                told = f"the save failed on this rank ({describe_exception(error)[:300]}) before it met the others"
+                raise recipes.Stranded(f"{told}, who may wait") from error
+            if _left(error, "save_fsdp_model"):
                 self._join_in_the_optimizer()
 
     def _join_in_the_optimizer(self) -> None:
@@ -416,11 +394,6 @@ class SavingTogether:
             each for each in votes.from_every_rank("why it cannot be written", told, device) if each is not None
         )
         raise (CouldNotBeWritten(text) if number is None else CouldNotBeWritten(number, text)) from cause
-
-
-def _strand(error: Exception) -> NoReturn:
-    told = f"the save failed on this rank ({describe_exception(error)[:300]}) before it met the others, who may wait"
-    raise recipes.Stranded(told) from error
 
 
 def was_rotating(error: BaseException) -> bool:
@@ -457,171 +430,23 @@ def write_checkpoint(trainer: Any, folder: Path) -> None:
         ours.give_back()
 
 
-@contextlib.contextmanager
-def refusing_nothing(trainer: Any, whole: bool = False) -> Iterator[None]:
-    """Within it, what JSON or safetensors refuses is written in a form that they take, and named; the rest as ever."""
-    replacements, state, model = Replacements(), trainer.state, trainer.model
-
-    def save_state(original: Any, path: str) -> None:
-        try:
-            original(path)
-        except (TypeError, ValueError, RuntimeError):
-            odd = dict[str, str]()
-            plain = {each.name: plain_value(getattr(state, each.name), each.name, odd) for each in fields(state)}
-            replace(state, **plain).save_to_json(path)
-            told = ", ".join(f"{name} ({kind})" for name, kind in odd.items())
-            logger.warning(
-                "%s has as numbers or text what JSON cannot hold: %s.", path, told or "keys that are no text"
-            )
-
-    def save_weights(original: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            original(*args, **kwargs)
-        except (ValueError, RuntimeError):
-            # Weights that are handed over are gathered from several processes. Without the attribute the Trainer
-            # (5.23) raises on names that are missing.
-            again = hasattr(model, "_keys_to_ignore_on_save")
-            apart, changed = ({}, []) if kwargs or len(args) > 1 else _apart(model.state_dict(), once=again)
-            if not changed:
-                raise
-            original(*args, state_dict=apart)
-            told = "%s: weights that share memory, or have gaps in it, are written %s: %s."
-            logger.warning(told, args[0], "once" if again else "each by itself", ", ".join(changed[:5]))
-
-    for each in (*trainer.callback_handler.callbacks, trainer.control):
-        if isinstance(each, ExportableState):
-            # The Trainer (5.23) raises a KeyError for one that has come after the beginning.
-            state.stateful_callbacks.setdefault(type(each).__name__, {})
-    replacements.put(trainer.args, "save_only_model", trainer.args.save_only_model and not whole)
-    replacements.wrap(state, "save_to_json", save_state)
-    replacements.wrap(trainer, "_save", save_weights)
-    try:
-        yield
-    finally:
-        replacements.give_back()
+# ---- best model ----
 
 
-def _apart(weights: Mapping[str, Any], once: bool) -> tuple[dict[str, Any], list[str]]:
-    """Each tensor in memory of its own without gaps, under one of its names if `once`; and the names this changes."""
-    apart, seen = dict[str, Any](), set[Any]()
-    for name, tensor in weights.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-            return {}, []
-        memory = tensor.untyped_storage().data_ptr()
-        place = memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-        if not (once and place in seen):
-            apart[name] = tensor.clone().contiguous() if memory in seen else tensor.contiguous()
-        seen |= {memory, place}
-    return apart, [name for name, tensor in weights.items() if apart.get(name) is not tensor]
-
-
-# ---- best model: checks the best model of a run before the Trainer loads it in place of what was trained last ----
-
-
-@dataclass(frozen=True, slots=True)
-class BestChoice:
-    """The checkpoint that holds the best model."""
-
-    path: str | None
-    step: int | None
-    metric: float | None
-    refused: str = ""
-
-
-class BestModel:
-    """Chooses the best model of one run among checkpoints that can be loaded, and loads it."""
-
-    def __init__(
-        self,
-        trainer: Any,
-        places: list[Path],
-        refusal: Callable[[Path], str | None],
-        may_be_loaded: Callable[[Path], bool],
-        on_refused: Callable[[str, BestChoice], None],
-    ) -> None:
-        self._trainer = trainer
-        self._places = places
-        self._refusal = refusal
-        self._may_be_loaded = may_be_loaded
-        self._on_refused = on_refused
-        # By step; callbacks may have changed what was logged.
-        self._noted: dict[int, float] = {}
-
-    def note_evaluation(self, metrics: Any) -> None:
-        """Notes the metric of an evaluation."""
-        value = metrics.get(self._metric) if isinstance(metrics, Mapping) else None
-        if isinstance(value, int | float):
-            self._noted[int(self._trainer.state.global_step)] = float(value)
-
-    @property
-    def _metric(self) -> str:
-        name = str(self._trainer.args.metric_for_best_model or "loss")
-        return name if name.startswith("eval_") else f"eval_{name}"
-
-    def choose(self) -> None:
-        """
-        Chooses the checkpoint to load at the end of the run: in place of one that is torn or not finite the next best,
-        or the weights of the last step. With several processes the first one decides. Collective.
-        """
-        args, state = self._trainer.args, self._trainer.state
-        if not args.load_best_model_at_end:
-            return
-        theirs = state.best_model_checkpoint
-
-        def look() -> BestChoice | None:
-            if theirs is None:
-                return None
-            try:
-                return self._choose()
-            except Exception:
-                # The other ranks wait for the answer.
-                logger.warning("The best checkpoint could not be looked at.", exc_info=True)
-                return None
-
-        choice = votes.looked_up_by_first_rank("best model", look, args.device)
-        if choice is None or not choice.refused or theirs is None:
-            return
-        state.best_model_checkpoint = choice.path
-        state.best_global_step, state.best_metric = choice.step, choice.metric
-        self._on_refused(theirs, choice)
-
-    def _choose(self) -> BestChoice:
-        state = self._trainer.state
-        theirs = str(state.best_model_checkpoint)
-        refused = self._refusal(Path(theirs))
-        if refused is None:
-            return BestChoice(theirs, state.best_global_step, state.best_metric)
-        for metric, step in self._evaluations():
-            for place in self._places:
-                candidate = place / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-                if os.path.abspath(candidate) != os.path.abspath(theirs) and self._may_be_loaded(candidate):
-                    return BestChoice(str(candidate), step, metric, refused)
-        return BestChoice(None, None, None, refused)
-
-    def _evaluations(self) -> list[tuple[float, int]]:
-        """Lists the metric of each evaluation with its step, the best one first."""
-        name, history = self._metric, self._trainer.state.log_history
-        logged = {int(entry["step"]): entry[name] for entry in history if isinstance(entry.get(name), int | float)}
-        found = [(float(value), step) for step, value in (logged | self._noted).items() if math.isfinite(value)]
-        return sorted(found, reverse=bool(self._trainer.args.greater_is_better))
-
-    def load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls the Trainer's `_load_best_model`; if nothing of it arrived in the model, the trained weights stay."""
-        before = self._versions()
-        try:
-            return original(*args, **kwargs)
-        except Exception as error:
-            if processes.world_size() > 1 or self._versions() != before:
-                raise
-            state = self._trainer.state
-            theirs, state.best_model_checkpoint = str(state.best_model_checkpoint), None
-            self._on_refused(theirs, BestChoice(None, None, None, f"{type(error).__name__}: {error}"))
-            return None
-
-    def _versions(self) -> list[int]:
-        """Version counters of parameters and buffers: each write changes one."""
-        model = self._trainer.model
-        return [tensor._version for tensor in (*model.parameters(), *model.buffers())]
+def leave_damaged_best(trainer: Any, why_not: Callable[[Path], str | None]) -> tuple[str, str] | None:
+    """
+    Has the weights of the last step stay at the end of a run if those of the best checkpoint are torn or not finite;
+    gives the checkpoint and the reason. The first rank decides. Collective.
+    """
+    state, args = trainer.state, trainer.args
+    best = state.best_model_checkpoint
+    if not args.load_best_model_at_end or best is None:
+        return None
+    reason = votes.looked_up_by_first_rank("best model", lambda: why_not(Path(best)), args.device)
+    if reason is None:
+        return None
+    state.best_model_checkpoint = state.best_metric = state.best_global_step = None
+    return best, reason
 
 
 # ---- uploads: leaves the files of self_healing out of what the Trainer uploads to the Hub ----
@@ -632,43 +457,32 @@ def leave_out_of_uploads(folder: str, patterns: Sequence[str]) -> None:
     # transformers 5.4 calls the function, later versions the client that they share.
     module: Any = trainer_module
     holder = module if hasattr(module, "upload_folder") else module.hf_api()
-    if not isinstance(holder.upload_folder, _Upload):
-        holder.upload_folder = _Upload(holder, holder.upload_folder)
-    holder.upload_folder.leave_out(Path(folder).resolve(), patterns)
+    upload = holder.upload_folder
+    left_out: dict[Path, Sequence[str]] | None = getattr(upload, "left_out", None)
+    if left_out is None:
+        left_out = {}
+
+        @functools.wraps(upload)
+        def upload_others(*args: Any, **kwargs: Any) -> Any:
+            if "folder_path" in kwargs:
+                given = kwargs.get("ignore_patterns") or []
+                ours = _patterns_for(Path(kwargs["folder_path"]).resolve(), left_out)
+                kwargs["ignore_patterns"] = [*([given] if isinstance(given, str) else given), *ours] or None
+            return upload(*args, **kwargs)
+
+        holder.upload_folder = upload_others
+        upload_others.left_out = left_out  # type: ignore[attr-defined]
+    left_out[Path(folder).resolve()] = tuple(patterns)
 
 
-class _Upload:
-    """Calls `upload_folder` with more patterns to ignore."""
-
-    def __init__(self, holder: Any, original: Callable[..., Any]) -> None:
-        # A method is looked up at each call: its class may be changed by others, too.
-        self._class: Any = type(holder) if getattr(original, "__self__", None) is holder else None
-        self._holder, self._original = holder, original
-        # By the folder they are relative to.
-        self._left_out: dict[Path, Sequence[str]] = {}
-        functools.update_wrapper(self, original)
-
-    def leave_out(self, folder: Path, patterns: Sequence[str]) -> None:
-        """Has uploads of a folder, or of one inside of it, leave out what these patterns match."""
-        self._left_out[folder] = tuple(patterns)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        left_out = self._patterns_for(Path(kwargs["folder_path"]).resolve()) if "folder_path" in kwargs else []
-        if left_out:
-            ignored = kwargs.get("ignore_patterns") or []
-            kwargs["ignore_patterns"] = [*([ignored] if isinstance(ignored, str) else ignored), *left_out]
-        if self._class is None:
-            return self._original(*args, **kwargs)
-        return self._class.upload_folder(self._holder, *args, **kwargs)
-
-    def _patterns_for(self, folder: Path) -> list[str]:
-        """The patterns that apply to a folder, relative to it."""
-        found: list[str] = []
-        for outer, patterns in self._left_out.items():
-            if folder == outer:
-                found.extend(patterns)
-            elif folder.is_relative_to(outer):
-                inside = folder.relative_to(outer).as_posix()
-                parts = (pattern.rpartition("/") for pattern in patterns)
-                found.extend(name for directory, slash, name in parts if slash and fnmatchcase(inside, directory))
-        return found
+def _patterns_for(folder: Path, left_out: Mapping[Path, Sequence[str]]) -> list[str]:
+    """The patterns that apply to a folder, relative to it."""
+    found: list[str] = []
+    for outer, patterns in left_out.items():
+        if folder == outer:
+            found.extend(patterns)
+        elif folder.is_relative_to(outer):
+            inside = folder.relative_to(outer).as_posix()
+            parts = (pattern.rpartition("/") for pattern in patterns)
+            found.extend(name for directory, slash, name in parts if slash and fnmatchcase(inside, directory))
+    return found

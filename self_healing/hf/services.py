@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from ..failures.classify import is_error
 from ..failures.recipes import NonFiniteReward
 from ..ranks import votes
 from ..system import processes
 from ..system.random_state import RandomState
 from .adapter import Instrument
-from .patching import Interception, Replacements
+from .patching import Replacements
 
 
 logger = logging.getLogger(__name__)
@@ -44,35 +41,15 @@ _VLLM_REQUESTS = (
 )
 
 
-class Retrying(Protocol):
-    """Makes calls again that fail for a reason that may pass; `rewind` takes back what a failed attempt left."""
-
-    def call(
-        self, service: str, rewind: Callable[[], None], function: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Calls a function."""
-
-    async def call_async(
-        self,
-        service: str,
-        rewind: Callable[[], None],
-        function: Callable[..., Awaitable[Any]],
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Calls a coroutine function."""
-
-
 class ServiceGuard:
     """
-    Passes the calls of services that training needs to [`Retrying`]: reward functions, rewards that are modules, a
-    rollout function, the requests to a vLLM server.
+    Passes the calls of services that training needs to a healer, which makes them again: reward functions, a rollout
+    function, the requests to a vLLM server.
     """
 
-    def __init__(self, instrument: Instrument, retrying: Retrying) -> None:
+    def __init__(self, instrument: Instrument, healer: Any) -> None:
         self._instrument = instrument
-        self._retrying = retrying
+        self._healer = healer
         self._rewards: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
 
     def attach(self) -> None:
@@ -107,10 +84,9 @@ class ServiceGuard:
     def _guard_rewards(self, rewards: list[Any]) -> None:
         alone = sum(_is_async(reward) for reward in rewards) == 1
         for place, reward in enumerate(rewards):
-            service = f"reward {_name(reward)}"
             if isinstance(reward, torch.nn.Module):
-                self._guard_module(reward, service)
                 continue
+            service = f"reward {_name(reward)}"
             guarded = self._coroutine(reward, service, alone) if _is_async(reward) else self._function(reward, service)
             self._rewards.append((guarded, reward))
             # In place: the list may be the user's own.
@@ -127,58 +103,31 @@ class ServiceGuard:
     def _function(self, reward: Callable[..., Any], service: str) -> Callable[..., Any]:
         @functools.wraps(reward)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            return self._retrying.call(service, self._mark(args, kwargs), answered, *args, **kwargs)
+            return self._healer.call(service, self._mark(args, kwargs), answered, *args, **kwargs)
 
         def answered(*args: Any, **kwargs: Any) -> Any:
             return _checked(reward(*args, **kwargs))
 
-        return _named_after(reward, guarded)
+        # Partials and callable objects have no name that `functools.wraps` could copy; metrics are named after it.
+        guarded.__name__ = _name(reward)
+        return guarded
 
     def _coroutine(self, reward: Callable[..., Any], service: str, alone: bool) -> Callable[..., Any]:
         @functools.wraps(reward)
         async def guarded(*args: Any, **kwargs: Any) -> Any:
             # Of several that run at the same time, none can take back what the others have drawn or logged.
             rewind = self._mark(args, kwargs) if alone else _remember(args, kwargs)
-            return await self._retrying.call_async(service, rewind, answered, *args, **kwargs)
+            return await self._healer.call_async(service, rewind, answered, *args, **kwargs)
 
         async def answered(*args: Any, **kwargs: Any) -> Any:
             return _checked(await reward(*args, **kwargs))
 
-        return _named_after(reward, guarded)
-
-    def _guard_module(self, reward: torch.nn.Module, service: str) -> None:
-        trainer = self._instrument.trainer
-        sharded = trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        compiled = getattr(reward, "_compiled_call_impl", None) is not None
-        if sharded or compiled or trainer.args.n_gpu > 1:
-            # One process alone would gather weights that the others do not, a replica would call the original, and a
-            # compiled call would trace what comes in between.
-            return
-
-        def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return self._retrying.call(service, self._mark(), answered, original, *args, **kwargs)
-
-        def answered(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return _checked_logits(original(*args, **kwargs))
-
-        original, was_set = reward.forward, "forward" in vars(reward)
-        guarded = Interception(reward, "forward", original, forward)
-
-        def give_back() -> None:
-            if vars(reward).get("forward") is not guarded:
-                return
-            if was_set:
-                reward.forward = original
-            else:
-                del reward.forward
-
-        # Not by `Instrument.intercept`, whose interceptions of a model are taken back together with those for memory.
-        self._instrument.on_detach.append(give_back)
-        reward.forward = guarded
+        guarded.__name__ = _name(reward)
+        return guarded
 
     def _guard_method(self, holder: Any, name: str, service: str) -> None:
         def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return self._retrying.call(service, self._mark(), original, *args, **kwargs)
+            return self._healer.call(service, self._mark(), original, *args, **kwargs)
 
         self._instrument.replace(holder, name, guarded)
 
@@ -196,7 +145,7 @@ class ServiceGuard:
 
         def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             try:
-                return self._retrying.call(service, self._mark(), attempt, original, *args, **kwargs)
+                return self._healer.call(service, self._mark(), attempt, original, *args, **kwargs)
             except _MetOthers as met:
                 failed = met.error
             # Outside the handler, so that the exception keeps the context it came with.
@@ -255,17 +204,6 @@ def _checked(answer: Any) -> Any:
     return answer
 
 
-def _checked_logits(outputs: Any) -> Any:
-    """Returns what a reward model returns, if the reward of each completion is finite."""
-    logits = getattr(outputs, "logits", None)
-    if not isinstance(logits, torch.Tensor) or logits.ndim != 2:
-        return outputs
-    places = (~torch.isfinite(logits[:, 0])).nonzero().flatten().tolist()
-    if places:
-        raise NonFiniteReward(outputs, places, len(logits))
-    return outputs
-
-
 def _is_not_finite(reward: Any) -> bool:
     try:
         return reward is not None and not math.isfinite(float(reward))
@@ -275,68 +213,36 @@ def _is_not_finite(reward: Any) -> bool:
 
 
 def _is_async(function: Any) -> bool:
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = _innermost(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _name(function: Any) -> str:
+def _innermost(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
+    return function
+
+
+def _name(function: Any) -> str:
+    function = _innermost(function)
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _named_after(function: Any, guarded: Callable[..., Any]) -> Callable[..., Any]:
-    # Partials and callable objects have no name that `functools.wraps` could copy; metrics are named after it.
-    guarded.__name__ = _name(function)
-    return guarded
 
 
 # ---- reporting: keeps what trackers and the Hub raise away from training ----
 
 
-# Trackers to which TRL's online trainers log completions by themselves, beside the callbacks.
-_TABLE_LOGGERS = frozenset({"trackio", "wandb", "pandas", "pyarrow"})
-
-
-class Containing(Protocol):
-    """Makes calls that nothing depends on; what they raise is reported and does not reach the caller."""
-
-    def call(self, service: str, step: int, rewind: Callable[[], None], function: Callable[[], Any]) -> Any:
-        """Calls a function; `None` if it failed."""
-
-    def failed(self, service: str, step: int, error: BaseException) -> None:
-        """Reports a call that failed in the background."""
-
-
 class ReportingGuard:
     """Keeps what trackers and the Hub raise away from training, for as long as it is attached."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        containing: Containing,
-        before_closing: Callable[[TrainerCallback], None] | None = None,
-    ) -> None:
+    def __init__(self, trainer: Trainer, healer: Any, before_closing: Callable[[TrainerCallback], None]) -> None:
         self._trainer: Any = trainer
-        self._containing = containing
+        self._healer = healer
         self._before_closing = before_closing
         self._replaced = Replacements()
-        self._followed: list[Future[Any]] = []
+        self._reported: set[Future[Any]] = set()
 
     def attach(self) -> None:
         """Wraps trackers and uploads, before `train()` or in `on_train_begin`."""
-        try:
-            self._attach()
-        except Exception as error:
-            logger.error(
-                "self_healing could not guard trackers and Hub; what they raise ends the run. Please report this "
-                "traceback.",
-                exc_info=error,
-            )
-            self.detach()
-
-    def _attach(self) -> None:
         trainer = self._trainer
         for callback in trainer.callback_handler.callbacks:
             if is_tracker(callback):
@@ -344,22 +250,16 @@ class ReportingGuard:
                     self._guard(callback, event, type(callback).__name__)
         if trainer.args.push_to_hub:
             self._replaced.wrap(trainer, "_push_from_checkpoint", self._push)
-            self._replaced.wrap(trainer, "_finish_current_push", self._finish_push)
-        if getattr(trainer, "log_completions", False):
-            self._replaced.wrap(trainer, "log", self._log)
+            self._replaced.wrap(trainer, "_finish_current_push", self._push)
 
     def detach(self) -> None:
         """Gives the trainer and its callbacks back as they were."""
         self._replaced.give_back()
         self._report_pushes()
-        for job in self._followed:
-            # It may end after the run: then its failure is logged.
-            job.add_done_callback(_say_if_it_failed)
-        self._followed.clear()
 
     def _guard(self, callback: TrainerCallback, event: str, service: str) -> None:
         def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if event == "on_train_end" and self._before_closing is not None:
+            if event == "on_train_end":
                 self._before_closing(callback)
             return self._call(service, original, *args, **kwargs)
 
@@ -368,64 +268,23 @@ class ReportingGuard:
     def _call(self, service: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # A client that fails may have drawn the jitter of its own retries from the run's generators.
         rng = RandomState.capture(self._trainer.accelerator.device)
-        return self._containing.call(service, self._step, rng.restore, functools.partial(function, *args, **kwargs))
+        return self._healer.call(service, self._step, rng.restore, functools.partial(function, *args, **kwargs))
 
     @property
     def _step(self) -> int:
         return int(self._trainer.state.global_step)
 
-    # ---- the Hub ----
-
     def _push(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self._report_pushes()
         self._call("Hub", original, *args, **kwargs)
-        self._follow_pushes()
-
-    def _finish_push(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        self._call("Hub", original, *args, **kwargs)
-        self._report_pushes()
-
-    def _follow_pushes(self) -> None:
-        jobs = getattr(getattr(self._trainer, "push_in_progress", None), "jobs", None)
-        known = {id(job) for job in self._followed}
-        self._followed.extend(job for job in jobs or () if isinstance(job, Future) and id(job) not in known)
 
     def _report_pushes(self) -> None:
         """Reports uploads that failed: they run in the background, and the Trainer never asks what became of them."""
-        done = [job for job in self._followed if job.done()]
-        self._followed = [job for job in self._followed if not job.done()]
-        for job in done:
-            error = None if job.cancelled() else job.exception()
-            if error is not None:
-                self._containing.failed("Hub", self._step, error)
-
-    # ---- completions ----
-
-    def _log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        rng = RandomState.capture(self._trainer.accelerator.device)
-        try:
-            return original(*args, **kwargs)
-        except BaseException as error:
-            if not is_error(error) or not from_the_table_of_completions(error):
-                raise
-            rng.restore()
-            self._containing.failed("table of completions", self._step, error)
-
-
-def from_the_table_of_completions(error: BaseException) -> bool:
-    """
-    Whether an exception that left `trainer.log` of a TRL trainer came from the table of completions, which it writes
-    and sends to trackers once everything else is logged.
-    """
-    in_log = False
-    traceback = error.__traceback__
-    while traceback is not None:
-        frame, traceback = traceback.tb_frame, traceback.tb_next
-        module = str(frame.f_globals.get("__name__", ""))
-        if in_log and module.split(".")[0] in _TABLE_LOGGERS:
-            return True
-        in_log = frame.f_code.co_name == "log" and module.split(".")[0] == "trl"
-    return False
+        for job in getattr(getattr(self._trainer, "push_in_progress", None), "jobs", ()):
+            if isinstance(job, Future) and job.done() and not job.cancelled() and job not in self._reported:
+                self._reported.add(job)
+                if (error := job.exception()) is not None:
+                    self._healer.failed("Hub", self._step, error)
 
 
 def is_tracker(callback: Any) -> bool:
@@ -442,9 +301,3 @@ def events_of(callback: TrainerCallback) -> Iterator[str]:
         own = getattr(callback, name)
         if getattr(own, "__func__", own) is not getattr(TrainerCallback, name):
             yield name
-
-
-def _say_if_it_failed(job: Future[Any]) -> None:
-    with contextlib.suppress(Exception):
-        if not job.cancelled() and job.exception() is not None:
-            logger.warning("A push to the Hub failed after training had ended: %s", job.exception())

@@ -99,14 +99,6 @@ def _of_following_reference(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((f"ref_model.{name}", parameter) for name, parameter in reference.named_parameters())
 
 
-def offloaded_tensors(model: torch.nn.Module) -> list[str]:
-    """
-    Names parameters and buffers that lie on no device while nothing is computed: accelerate keeps what they hold
-    elsewhere, and brings it for each call. They can be neither searched nor kept.
-    """
-    return [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-
-
 def nonfinite_tensors(
     model: torch.nn.Module, optimizer: Any, partitions: Mapping[str, torch.Tensor] | None = None
 ) -> list[str]:
@@ -194,13 +186,6 @@ def innermost(optimizer: Any) -> Any:
     while hasattr(getattr(optimizer, "optimizer", None), "param_groups"):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def beta2_of(optimizer: Any) -> float | None:
-    """Decay of the second moments; `None` for an optimizer without."""
-    groups = getattr(innermost(optimizer), "param_groups", [])
-    betas = groups[0].get("betas") if groups else None
-    return float(betas[1]) if isinstance(betas, (tuple, list)) and len(betas) > 1 else None
 
 
 def optimizer_in_training_mode(trainer: Any) -> None:

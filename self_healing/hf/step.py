@@ -216,10 +216,6 @@ class StepRecord:
             return []
         return self._position.sources(layout, index, [self.inputs(before) for before in range(index)])
 
-    def share_samples(self) -> None:
-        """Has all ranks know the samples it is made of, where one of them loads for all. Collective."""
-        self._position.share(self.size)
-
     def samples(self) -> set[int]:
         """Indices in the dataset of the samples it is made of, as far as they are known."""
         return self._position.sampled(self.size)

@@ -29,34 +29,6 @@ from .state import LiveState, discard_gradients, innermost, live_state_of
 logger = logging.getLogger(__name__)
 
 
-def plain_value(value: Any, name: str, odd: dict[str, str], within: tuple[int, ...] = ()) -> Any:
-    """Gives a value as JSON can hold it; `odd` gets the names of what had to be changed for it, and of which kind."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    kind = type(value).__name__
-    if id(value) in within or len(within) > _DEEPEST:
-        odd[name] = f"{kind} within itself"
-        return f"<{odd[name]}>"
-    inner = (*within, id(value))
-    if isinstance(value, Mapping):
-        odd |= {f"{name}.{key!r}": "key" for key in value if not isinstance(key, str)}
-        return {str(key): plain_value(each, f"{name}.{key}", odd, inner) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_value(each, name, odd, inner) for each in value]
-    odd[name] = kind
-    try:
-        plain = sorted(value, key=str) if isinstance(value, set | frozenset) else value.tolist()
-        return plain_value(plain, name, odd, inner)
-    except Exception:
-        with contextlib.suppress(Exception):
-            return str(value)
-    return f"<{kind}>"
-
-
-# Of values within values.
-_DEEPEST = 50
-
-
 # ---- bookkeeping ----
 
 
@@ -334,8 +306,8 @@ class ResumeRecord:
         [`resuming_from`].
         """
         checkpoint.mkdir(mode=0o700, parents=True, exist_ok=True)
-        content = plain_value(self.state | {"log_history": list(self.log_history)}, TRAINER_STATE_NAME, {})
-        (checkpoint / TRAINER_STATE_NAME).write_text(json.dumps(content) + "\n", encoding="utf-8")
+        content = json.dumps(self.state | {"log_history": list(self.log_history)}, default=str)
+        (checkpoint / TRAINER_STATE_NAME).write_text(content, encoding="utf-8")
         if self.engine is not None:
             # Without it transformers takes the directory for none of DeepSpeed's.
             (checkpoint / f"global_step{self.step}").mkdir(exist_ok=True)

@@ -13,7 +13,7 @@ import torch
 from ..failures.classify import is_nonfinite_exception
 from ..ranks import votes
 from ..system import processes
-from .deepspeed import NativeAdam, Zero, engine_of, load_as_written
+from .deepspeed import Zero, engine_of
 from .engine import Call, StepEngine
 from .hooks import Failsafe, Hooks
 from .oom import MemoryRetry
@@ -199,8 +199,6 @@ class DeepSpeedEngine(AccelerateEngine):
         self._zero = Zero(engine_of(trainer))
         # Before anything looks for NaN in it.
         self._zero.clear_padding()
-        inner = self._zero.optimizer.optimizer
-        self._adam = NativeAdam(inner) if NativeAdam.is_in(inner) else None
         self._own = Replacements()
         self._held = self._detaching = self._left_out_by_itself = False
         # Whether the step that is held is left out, and if so, whether for an overflow.
@@ -214,7 +212,8 @@ class DeepSpeedEngine(AccelerateEngine):
         self._own.wrap(self.trainer.optimizer, "step", self._step)
         # accelerate gives the norm of the step before, as this one has not been taken.
         self._own.wrap(self.trainer.accelerator, "clip_grad_norm_", self._norm)
-        load_as_written(self._zero.engine, self._own)
+        # A job that begins with a universal checkpoint writes others.
+        self._zero.engine._config.load_universal_checkpoint = False
 
     def detach(self) -> None:
         if self._held:
@@ -302,8 +301,6 @@ class DeepSpeedEngine(AccelerateEngine):
 
     def state_put(self) -> None:
         self._zero.forget_state()
-        if self._adam is not None:
-            self._adam.count_again()
 
 
 class WatchedDeepSpeed(AccelerateEngine):
@@ -356,6 +353,10 @@ class WatchedDeepSpeed(AccelerateEngine):
 # How long the ranks may be apart when they raise the same: a forward of a large model. The job ends that much later
 # where one has raised alone.
 _ALIKE_SECONDS = 5.0
+
+
+class NotGenerated(FloatingPointError):
+    """Raised on all ranks in place of generating rows, where the weights of one are not finite."""
 
 
 class TrainingCall:
@@ -422,38 +423,3 @@ def _doubt_about(step: Any) -> str:
     module = str(getattr(getattr(step, "__func__", step), "__globals__", {}).get("__name__", "your own"))
     own = module.partition(".")[0] in ("transformers", "trl")
     return "" if own else f"the training_step of {module} was left half-way, and may have moved weights by then"
-
-
-# ---- generating: has all ranks look at their weights before any of them generates rows with them ----
-
-
-class NotGenerated(FloatingPointError):
-    """Raised on all ranks in place of generating rows, where the weights of one are not finite."""
-
-
-class GenerationGuard:
-    """Looks at the weights before a trainer generates the rows it trains on."""
-
-    def __init__(self, view: TrainerView, failsafe: Failsafe, judges: Callable[[], bool]) -> None:
-        self._view = view
-        self._failsafe = failsafe
-        self._judges = judges
-
-    def generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wraps what generates the rows of a step, and scores them."""
-        # An evaluation has no loss that could be taken for one that is not finite.
-        if self._view.in_training_mode and self._spoiled():
-            raise NotGenerated("the weights are not finite: nothing is generated with them")
-        return original(*args, **kwargs)
-
-    def _spoiled(self) -> bool:
-        if self._judges():
-            return self._any_rank_has_spoiled_weights()
-        spoiled = False
-        with self._failsafe.contained(), self._failsafe.together():
-            spoiled = self._any_rank_has_spoiled_weights()
-        return spoiled
-
-    def _any_rank_has_spoiled_weights(self) -> bool:
-        view = self._view
-        return votes.any_rank("weights to generate with", bool(view.nonfinite_weights()), view.device)

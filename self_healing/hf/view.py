@@ -21,7 +21,7 @@ from .deepspeed import engine_of, why_not_healed, zero_of
 from .memory import with_room
 from .objective import Objective, has_own_loss
 from .patching import Replacements
-from .state import LiveState, beta2_of, innermost, is_sharded, live_state_of, nonfinite_tensors, offloaded_tensors
+from .state import LiveState, innermost, is_sharded, live_state_of, nonfinite_tensors
 
 
 logger = logging.getLogger(__name__)
@@ -46,9 +46,18 @@ class TrainerView:
         self.world_size = processes.world_size()
         # Context and sequence parallelism: each process has some of the tokens of a row.
         self.shares_rows = _spreads_rows(trainer)
-        self.under_deepspeed: bool = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
-        # Why steps are only watched, where they are.
+        kind = trainer.accelerator.distributed_type
+        self.under_deepspeed: bool = kind == DistributedType.DEEPSPEED
+        # Whether the training data can only be gone through, not looked up.
+        self.streams = isinstance(trainer.train_dataset, torch.utils.data.IterableDataset)
+        # Why steps are only watched, where they are; elsewhere they can be computed again.
         self.only_watched: str | None = _why_only_watched(trainer)
+        self.can_reexecute = self.only_watched is None
+        # Whether accelerate has sharded the weights in the way before FSDP2: parameters change with each forward.
+        self.has_flat_parameters: bool = kind == DistributedType.FSDP and not is_sharded(trainer.model)
+        # Whether all ranks take part in each call of the model: accelerate has sharded its weights (FSDP, ZeRO-3), or
+        # transformers has while it loaded them.
+        self.sharded: bool = kind == DistributedType.FSDP or is_sharded(trainer.model) or _gathers_weights(trainer)
 
     # ---- where the run is ----
 
@@ -56,11 +65,6 @@ class TrainerView:
     def step(self) -> int:
         """Optimizer steps finished."""
         return int(self._trainer.state.global_step)
-
-    @property
-    def in_training_mode(self) -> bool:
-        """Whether the model is trained, and not evaluated: what trainers that generate rows go by as well."""
-        return bool(self._trainer.model.training)
 
     @property
     def in_last_step(self) -> bool:
@@ -75,22 +79,12 @@ class TrainerView:
         return 0 < int(state.max_steps) <= int(state.global_step)
 
     @property
-    def at_the_end(self) -> bool:
-        """Whether the last step is done, or the run was asked to stop."""
-        return bool(self._trainer.control.should_training_stop) or self.last_step_done
-
-    @property
     def best_model_loaded(self) -> bool:
         """In `on_train_end`: whether the weights are those of the best checkpoint, and not of the last step."""
         trainer = self._trainer
         return bool(trainer.args.load_best_model_at_end) and trainer.state.best_model_checkpoint is not None
 
     # ---- what can be done with it ----
-
-    @property
-    def can_reexecute(self) -> bool:
-        """Whether a step can be computed again, also in another way that fits in memory; else it is only watched."""
-        return self.only_watched is None
 
     @property
     def can_hand_over(self) -> bool:
@@ -106,31 +100,9 @@ class TrainerView:
         return self.can_reexecute and can_be_set
 
     @property
-    def sharded(self) -> bool:
-        """
-        Whether all ranks take part in each call of the model: accelerate has sharded its weights (FSDP, ZeRO-3), or
-        transformers has while it loaded them.
-        """
-        fsdp = self._trainer.accelerator.distributed_type == DistributedType.FSDP
-        return fsdp or is_sharded(self._trainer.model) or _gathers_weights(self._trainer)
-
-    @property
-    def has_flat_parameters(self) -> bool:
-        """Whether accelerate has sharded the weights in the way before FSDP2: parameters change with each forward."""
-        return self._trainer.accelerator.distributed_type == DistributedType.FSDP and not is_sharded(
-            self._trainer.model
-        )
-
-    @property
-    def can_split_calls(self) -> bool:
-        """Whether the calls of a model can be split."""
-        return self.can_reexecute and not self.why_not_split
-
-    @property
     def why_not_split(self) -> str:
         """Says why the calls of a model are made whole, whatever they do; empty if they can be split."""
-        trainer = self._trainer
-        if trainer.args.n_gpu > 1:
+        if self._trainer.args.n_gpu > 1:
             return "nn.DataParallel makes replicas of the model for each call"
         if self.has_flat_parameters:
             return (
@@ -148,15 +120,27 @@ class TrainerView:
         known = self.objective.name in ("generic", "sft", "dpo", "reward", "grpo", "rloo")
         sorts = any(str(kind).startswith("aot") for kind in getattr(self._trainer, "loss_types", None) or [])
         alone = self.world_size == 1 and not self.under_deepspeed
-        return known and alone and not sorts and not self._has_own_loss
-
-    @property
-    def _has_own_loss(self) -> bool:
-        return has_own_loss(self._trainer) or "compute_loss" in vars(self._trainer)
+        own_loss = has_own_loss(self._trainer) or "compute_loss" in vars(self._trainer)
+        return known and alone and not sorts and not own_loss
 
     def engine_is_free_of_requests(self) -> bool:
-        """Whether a vLLM engine in this process can be called again after a call that raised."""
-        return is_free_of_requests(self._trainer)
+        """
+        Drops what a call that raised has left in a vLLM engine of this process, which the next call would answer
+        together with its own prompts: their completions would come first, and each row would get those of another.
+        """
+        engine = getattr(getattr(getattr(self._trainer, "vllm_generation", None), "llm", None), "llm_engine", None)
+        if engine is None:
+            return True
+        try:
+            if engine.has_unfinished_requests():
+                # Newer versions know them by another name than the one they were given.
+                internal = "internal" in inspect.signature(engine.abort_request).parameters
+                left = list(engine.output_processor.request_states)
+                engine.abort_request(left, **({"internal": True} if internal else {}))
+            return not engine.has_unfinished_requests()
+        except Exception:
+            logger.warning("What a failed call has left in the vLLM engine cannot be dropped.", exc_info=True)
+            return False
 
     # ---- its learning rate and optimizer ----
 
@@ -180,7 +164,9 @@ class TrainerView:
     @property
     def beta2(self) -> float | None:
         """Decay of the optimizer's second moments; `None` if it has none."""
-        return beta2_of(self._trainer.optimizer)
+        groups = getattr(innermost(self._trainer.optimizer), "param_groups", [])
+        betas = groups[0].get("betas") if groups else None
+        return float(betas[1]) if isinstance(betas, (tuple, list)) and len(betas) > 1 else None
 
     @property
     def max_grad_norm(self) -> float:
@@ -192,13 +178,27 @@ class TrainerView:
     # ---- its models and their tensors ----
 
     def models(self) -> list[torch.nn.Module]:
-        """Lists the models the trainer calls: what it trains, its reference, teachers and reward models."""
-        return models_of(self._trainer)
+        """Finds the models the trainer calls: what it trains, its reference, teachers and reward models."""
+        trainer = self._trainer
+        wrapped = _inside(getattr(trainer, "model_wrapped", trainer.model))
+        held: list[Any] = [wrapped if type(wrapped).__name__ == "OptimizedModule" else trainer.model]
+        for name, value in vars(trainer).items():
+            if name != "model_wrapped":
+                several = value if isinstance(value, (list, tuple)) else [value]
+                held.extend(each for each in several if hasattr(each, "config"))
+        found: list[torch.nn.Module] = []
+        inner: set[int] = set()
+        for value in held:
+            if isinstance(value, torch.nn.Module) and id(_inside(value)) not in inner:
+                found.append(_inside(value))
+                inner.update(id(module) for module in _inside(value).modules())
+        return found
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The type that the calls of the models are cast to, in mixed precision."""
-        return autocast_dtype(self._trainer)
+        """The type that calls of the models are cast to; accelerate does it inside of their forward."""
+        precision = str(self._trainer.accelerator.mixed_precision)
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(precision)
 
     @property
     def vocabulary(self) -> int | None:
@@ -239,24 +239,29 @@ class TrainerView:
         return with_room(lambda: nonfinite_tensors(model, optimizer, partitions), self.device)
 
     def offloaded_tensors(self) -> list[str]:
-        """Names tensors that can be neither searched nor kept: they lie on no device."""
-        return offloaded_tensors(self._trainer.model)
+        """
+        Names parameters and buffers that lie on no device while nothing is computed: accelerate keeps what they hold
+        elsewhere, and brings it for each call. They can be neither searched nor kept.
+        """
+        model = self._trainer.model
+        return [name for name, each in (*model.named_parameters(), *model.named_buffers()) if each.is_meta]
 
     def fingerprint(self) -> dict[str, Any]:
         """Gives facts that have to be the same for sizes that fitted in one process to fit in another."""
-        return fingerprint(self._trainer)
+        trainer, device = self._trainer, self.device
+        parameters = list(trainer.model.parameters())
+        return {
+            "parameters": sum(map(_size_of, parameters)),
+            "trained": sum(_size_of(parameter) for parameter in parameters if parameter.requires_grad),
+            "dtypes": sorted({str(parameter.dtype) for parameter in parameters}),
+            "precision": str(trainer.accelerator.mixed_precision),
+            "activation_checkpointing": bool(getattr(trainer.args, "gradient_checkpointing", False)),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "memory": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
+            "processes": int(trainer.args.world_size),
+        }
 
     # ---- its data and arguments ----
-
-    @property
-    def loader_workers(self) -> int:
-        """Processes that load the training data."""
-        return int(self._trainer.args.dataloader_num_workers)
-
-    @property
-    def streams(self) -> bool:
-        """Whether the training data can only be gone through, not looked up."""
-        return isinstance(self._trainer.train_dataset, torch.utils.data.IterableDataset)
 
     def argument_limits(self) -> dict[str, float]:
         """The numbers among the training arguments, for rules whose bounds are taken from them."""
@@ -293,56 +298,14 @@ def _all_alike(groups: Sequence[Mapping[str, Any]]) -> bool:
     return len({float(group["initial_lr"]) for group in groups if group.get("initial_lr") is not None}) == 1
 
 
-# ---- models: finds the models of a trainer, and identifies what is trained on which device ----
-
-
-def models_of(trainer: Any) -> list[torch.nn.Module]:
-    """Finds the models a trainer calls: what it trains, its reference, teachers and reward models."""
-    wrapped = _inside(getattr(trainer, "model_wrapped", trainer.model))
-    held: list[Any] = [wrapped if type(wrapped).__name__ == "OptimizedModule" else trainer.model]
-    for name, value in vars(trainer).items():
-        if name != "model_wrapped":
-            several = value if isinstance(value, (list, tuple)) else [value]
-            held.extend(each for each in several if hasattr(each, "config"))
-    found: list[torch.nn.Module] = []
-    inner: set[int] = set()
-    for value in held:
-        if isinstance(value, torch.nn.Module) and id(_inside(value)) not in inner:
-            found.append(_inside(value))
-            inner.update(id(module) for module in _inside(value).modules())
-    return found
-
-
 def _inside(module: torch.nn.Module) -> torch.nn.Module:
     inner = getattr(module, "module", None)
     return _inside(inner) if isinstance(inner, torch.nn.Module) else module
 
 
-def fingerprint(trainer: Any) -> dict[str, Any]:
-    """Gives facts that have to be the same for a size that fitted in one process to fit in another."""
-    parameters = list(trainer.model.parameters())
-    device = trainer.accelerator.device
-    return {
-        "parameters": sum(map(_size_of, parameters)),
-        "trained": sum(_size_of(parameter) for parameter in parameters if parameter.requires_grad),
-        "dtypes": sorted({str(parameter.dtype) for parameter in parameters}),
-        "precision": str(trainer.accelerator.mixed_precision),
-        "activation_checkpointing": bool(getattr(trainer.args, "gradient_checkpointing", False)),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "memory": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
-        "processes": int(trainer.args.world_size),
-    }
-
-
 def _size_of(parameter: torch.Tensor) -> int:
     # Under ZeRO-3 there are elements only while they are gathered.
     return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
-def autocast_dtype(trainer: Any) -> torch.dtype | None:
-    """The dtype that calls of a trainer's models are cast to; accelerate does it inside of their forward."""
-    precision = str(trainer.accelerator.mixed_precision)
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(precision)
 
 
 def zero_job_of(trainer: Any) -> ZeroJob | None:
@@ -442,29 +405,3 @@ def _name_of(cls: type) -> list[str]:
 
 def _plain(value: Any) -> Any:
     return json.loads(json.dumps(jsonable(value)))
-
-
-# ---- colocated engine: a vLLM engine that generates in this process, beside the model that is trained ----
-
-
-def is_free_of_requests(trainer: Any) -> bool:
-    """
-    Drops what a call that raised has left in the engine, which the next call would answer together with its own
-    prompts: their completions would come first, and each row would get those of another.
-    """
-    engine = getattr(getattr(getattr(trainer, "vllm_generation", None), "llm", None), "llm_engine", None)
-    if engine is None:
-        return True
-    try:
-        if engine.has_unfinished_requests():
-            _abort(engine, list(engine.output_processor.request_states))
-        return not engine.has_unfinished_requests()
-    except Exception:
-        logger.warning("What a failed call has left in the vLLM engine cannot be dropped.", exc_info=True)
-        return False
-
-
-def _abort(engine: Any, requests: list[str]) -> None:
-    # Newer versions know them by another name than the one they were given.
-    internal = "internal" in inspect.signature(engine.abort_request).parameters
-    engine.abort_request(requests, **({"internal": True} if internal else {}))

@@ -147,6 +147,7 @@ class Healers(Healer):
     vouch_for_state = _each(Healer.vouch_for_state)
     before_save = _each(Healer.before_save)
     after_save = _each(Healer.after_save)
+    before_best_model = _each(Healer.before_best_model)
     left_by = _each(Healer.left_by)
     device_lost = _each(Healer.device_lost)
     broken = _each(Healer.broken)

@@ -132,6 +132,27 @@ def test_a_model_that_is_not_finite_is_not_the_best(tmp_path: Path, tokenizer: A
     assert all(torch.isfinite(value).all() for value in weights(trainer).values())
 
 
+def test_a_best_checkpoint_that_is_torn_is_not_loaded(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    last: dict[str, torch.Tensor] = {}
+
+    class Tearing(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            last.update({name: value.detach().clone() for name, value in model.state_dict().items()})
+            if state.global_step == state.max_steps:
+                file = tmp_path / "checkpoint-2" / "model.safetensors"
+                file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+    trainer = best_model_trainer(tmp_path, tokenizer, EvalLoss(rises=True), SelfHealingCallback(), Tearing())
+    trainer.train()
+    assert trainer.state.best_model_checkpoint is None
+    assert_same_weights(weights(trainer), last)
+    (told,) = journal(tmp_path, "best_model_passed_over")
+    assert told["path"] == str(tmp_path / "checkpoint-2")
+    assert "they are those of the last step" in caplog.text
+
+
 @pytest.mark.parametrize("applied_again", [True, False])
 def test_a_state_healed_at_the_end_is_written_where_no_good_checkpoint_is_left(
     tmp_path: Path, tokenizer: Any, applied_again: bool, monkeypatch: pytest.MonkeyPatch

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import multiprocessing
 import os
 import pickle
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from conftest import assert_same_weights, journal, plain_trainer, quarantined, weights
 from test_data import BAD, Rows, guarded, names, rows_of, trainer_on
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingTrainer
 from self_healing.failures.classify import classify_exception
@@ -101,63 +96,6 @@ def test_a_worker_that_is_killed_costs_no_step_and_no_bit(tmp_path: Path, tokeni
     (found,) = journal(tmp_path / "run-killed", "diagnosed")
     assert found["failure"] == "process_died"
     assert sum(event["steps_lost"] for event in journal(tmp_path / "run-killed", "outcome")) == 0
-
-
-class KillsAWorker(TrainerCallback):
-    """Kills a data loader worker in the fourth step, at one place, and sees to it that torch has been told."""
-
-    def __init__(self, place: str) -> None:
-        self.place = place
-        self.killed = 0
-
-    def kill(self, place: str, step: int) -> None:
-        if place != self.place or step != 3 or self.killed:
-            return
-        worker = psutil.Process(multiprocessing.active_children()[0].pid)
-        self.killed = worker.pid
-        os.kill(worker.pid, signal.SIGKILL)
-        while worker.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        optimizer = kwargs["optimizer"].optimizer
-
-        def half_way(*_: Any) -> None:
-            self.kill("optimizer step", state.global_step)
-
-        optimizer.register_step_pre_hook(half_way)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.kill("before the step", state.global_step)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        with contextlib.suppress(RuntimeError):
-            # As logging code does that must not end a run.
-            self.kill("code that contains errors", state.global_step - 1)
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        "optimizer step",
-        pytest.param("before the step", marks=pytest.mark.slow),
-        pytest.param("code that contains errors", marks=pytest.mark.slow),
-    ],
-)
-def test_a_worker_that_dies_anywhere_in_a_step_costs_no_step(tmp_path: Path, tokenizer: Any, place: str) -> None:
-    arguments = {"max_steps": 6, "dataloader_num_workers": 1}
-    clean = plain_trainer(tmp_path / "clean", tokenizer, **arguments)
-    clean.train()
-    before = signal.getsignal(signal.SIGCHLD)
-    trainer = plain_trainer(tmp_path / "killed", tokenizer, **arguments)
-    healer = SelfHealingTrainer(trainer, sleep=lambda _: None)
-    trainer.add_callback(fault := KillsAWorker(place))
-    healer.train()
-    assert fault.killed
-    (incident,) = healer.get_report().incidents
-    assert (incident["failure"], incident["steps_lost"]) == ("process_died", 0)
-    assert_same_weights(weights(trainer), weights(clean))
-    assert signal.getsignal(signal.SIGCHLD) == before
 
 
 def test_workers_are_ended_before_torch_raises_for_the_one_that_died(

@@ -64,10 +64,7 @@ def test_what_no_loss_of_one_rank_shows_is_healed_on_both_before_it_is_saved(
     assert all(rank["unseen"]["finite"] for rank in results)
     assert results[0]["unseen"]["actions"] == ["roll_back", "replay_steps"]
     assert vet(directory / "unseen" / "checkpoint-6").usable
-
-
-def test_both_load_the_next_best_model(results: list[dict[str, Any]], directory: Path) -> None:
-    assert {rank["unseen"]["best"] for rank in results} == {str(directory / "unseen" / "checkpoint-4")}
+    assert {rank["unseen"]["best"] for rank in results} == {None}
     assert results[0]["unseen"]["weights"] == results[1]["unseen"]["weights"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from conftest import (
     is_own,
     logged,
     lost_connection,
-    plain_trainer,
     quarantined,
     scaled_half_precision_trainer,
     sft_trainer,
@@ -189,59 +188,6 @@ def test_a_scaled_step_that_raised_is_taken_again(tmp_path: Path, tokenizer: Any
     assert fired
     assert_same_weights(weights(trainer), weights(plain))
     assert trainer.accelerator.scaler.state_dict() == plain.accelerator.scaler.state_dict()
-
-
-class Batches:
-    """A loader of its own kind: no dataset, no sampler, an order drawn from the global generator in each epoch."""
-
-    def __init__(self, rows: list[dict[str, torch.Tensor]]) -> None:
-        self._rows = rows
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self._rows) // 4
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        order = torch.randperm(len(self._rows)).roll(self._epoch).tolist()
-        for start in range(0, len(order), 4):
-            rows = [self._rows[index] for index in order[start : start + 4]]
-            yield {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-class OwnLoop(torch.utils.data.DataLoader[Any]):
-    """Makes its batches by itself: those of its base class are never seen."""
-
-    def __iter__(self) -> Any:
-        return (
-            {name: value.flip(0) if torch.is_tensor(value) else value for name, value in batch.items()}
-            for batch in super().__iter__()
-        )
-
-
-def own_loop(rows: list[dict[str, torch.Tensor]]) -> OwnLoop:
-    return OwnLoop(rows, batch_size=4)
-
-
-@pytest.mark.parametrize("loader", [Batches, own_loop])
-def test_batches_of_any_loader_are_skipped_on_re_entry(
-    tmp_path: Path, tokenizer: Any, loader: Callable[..., Any]
-) -> None:
-    class OwnBatches(Trainer):
-        def get_train_dataloader(self) -> Any:
-            rows = [{name: torch.tensor(value) for name, value in row.items()} for row in self.train_dataset]
-            return loader(rows[:40])
-
-    clean = plain_trainer(tmp_path / "clean", tokenizer, trainer_class=OwnBatches, max_steps=9)
-    clean.train()
-    trainer = plain_trainer(tmp_path / "healed", tokenizer, trainer_class=OwnBatches, max_steps=9)
-    fault = in_event("on_substep_end", 7)(trainer)
-    SelfHealingTrainer(trainer, sleep=lambda _: None).train()
-    assert fault.fired == 1
-    assert_same_weights(weights(trainer), weights(clean))
-    assert logged(trainer) == logged(clean)
 
 
 def test_an_emergency_checkpoint_that_fails_takes_no_other_with_it(

@@ -21,7 +21,7 @@ from self_healing.healers.numerics.clipping import ZClipStatistic
 from self_healing.healers.numerics.detectors.panel import DetectorPanel
 from self_healing.healers.numerics.detectors.rules import MetricRules, load_rules, rules_for
 from self_healing.healers.numerics.detectors.spikes import NonFiniteDetector
-from self_healing.hf.objective import objective_named
+from self_healing.hf.objective import BY_CLASS_NAME
 
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ class TestFalseAlarms:
 
     def test_there_is_none_on_the_healthy_grpo_curve(self) -> None:
         (curve,) = benchmark_module.healthy_curves(objective="grpo")
-        ours = benchmark_module.Ours(apply=objective_named("grpo").detectors)
+        ours = benchmark_module.Ours(apply=BY_CLASS_NAME["GRPOTrainer"].detectors)
         assert benchmark_module.alarms(curve, ours) == []
 
     def test_there_is_at_most_one_in_fifty_thousand_bootstrap_steps(self, bank: list[Any]) -> None:

@@ -32,10 +32,9 @@ from conftest import (
     logged,
     plain_trainer,
     rloo_trainer,
-    tiny_config,
     weights,
 )
-from transformers import LlamaForSequenceClassification, TrainerCallback, set_seed
+from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 from trl.generation.vllm_client import VLLMClient
 
@@ -347,32 +346,6 @@ def test_guarded_rewards_look_like_the_user_s_own(form: str, tmp_path: Path, tok
     assert trainer.reward_funcs == [reward]
 
 
-def test_a_reward_that_is_a_module_stays_one_and_is_called_again(tmp_path: Path, tokenizer: Any, serve: Any) -> None:
-    class RemoteReward(LlamaForSequenceClassification):
-        server: FlakyServer
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            ask(self.server.url)
-            return super().forward(*args, **kwargs)
-
-    def trainer_with(server: FlakyServer, name: str) -> Any:
-        set_seed(3)
-        reward = RemoteReward(tiny_config(tokenizer, 0.0, num_labels=1))
-        tokenizer.save_pretrained(tmp_path / "reward")
-        reward.config._name_or_path = str(tmp_path / "reward")
-        reward.server = server
-        return grpo_trainer(tmp_path / name, tokenizer, reward_funcs=reward, max_steps=2)
-
-    clean = trainer_with(serve(), "clean")
-    clean.train()
-    trainer = trainer_with(serve(TROUBLE), "run")
-    waits = trained(trainer)
-    assert len(waits) == 3
-    assert [event["action"] for event in journal(tmp_path / "run", "action")] == ["retry_call"]
-    assert_same_weights(weights(trainer), weights(clean))
-    assert "forward" not in vars(trainer.reward_funcs[0])
-
-
 # ---- rewards that are not finite ----
 
 
@@ -594,28 +567,6 @@ def test_a_tracker_that_is_slow_to_fail_is_not_asked_at_every_log(tmp_path: Path
     tracked.now += 301
     tracked.fails, tracked.takes = False, 0.0
     assert tracked.log() == "sent"
-
-
-def test_a_table_of_completions_that_cannot_be_sent_does_not_stop_the_run(
-    tmp_path: Path, tokenizer: Any, monkeypatch: Any
-) -> None:
-    import pandas
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise ConnectionError("the tracker is down")
-
-    trainer = grpo_trainer(tmp_path, tokenizer, max_steps=2, log_completions=True)
-    monkeypatch.setattr(pandas.DataFrame, "to_parquet", _in_module("pandas.io", fail))
-    trained(trainer)
-    assert trainer.state.global_step == 2
-    assert journal(tmp_path, "diagnosed")[0]["cause"] == "table of completions"
-
-
-def _in_module(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as if it were part of another module."""
-    scope = {"__name__": name, "function": function}
-    exec("def inside(*args, **kwargs):\n    return function(*args, **kwargs)\n", scope)
-    return scope["inside"]  # type: ignore[return-value]
 
 
 # ---- the Hub ----

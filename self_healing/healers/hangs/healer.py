@@ -66,7 +66,7 @@ class HangWatch(Healer):
         if not first and instrument.view.streams:
             # Skipping what a stream has given takes no longer than consuming it did.
             run.heartbeat.be_patient("data", at_least=time.time() - run.started_at)
-        if instrument.view.loader_workers > 0:
+        if instrument.trainer.args.dataloader_num_workers > 0:
             # They wait before another attempt as well, and cannot say so from where they are.
             run.heartbeat.allow("data", RetryPolicy.of(run.config).total_seconds + run.config.hang_floor_seconds)
 

@@ -201,7 +201,10 @@ class Watchdog:
 
     def at_the_end(self) -> bool:
         """Whether all steps are done: what is left of the run may take any time (uploads, the best model)."""
-        return self._run.attached is not None and self._run.attached.view.at_the_end
+        instrument = self._run.attached
+        if instrument is None:
+            return False
+        return bool(instrument.trainer.control.should_training_stop) or instrument.view.last_step_done
 
     # ---- the watching thread ----
 

@@ -68,8 +68,6 @@ class NonfiniteHealer(NumericsHealer):
             ranks = self.ranks_with(diagnosis.evidence["tensors"])
         else:
             poisoned = diagnosis.failure is FailureType.NONFINITE_POISON_ROWS
-            if poisoned:
-                window.share_samples()
             here = bool(diagnosis.poison) if poisoned else not losses_are_finite
             ranks = self.ranks_where("it is not finite here", here)
         opened.diagnosed(diagnosis.failure, diagnosis.cause, {**diagnosis.evidence, **ranks})

@@ -110,7 +110,7 @@ class MemoryHealer(Healer):
         """Has each call of the models go over as few rows as it has to, where it can be split."""
         instrument, sizes = self._instrument, self._sizes
         view = instrument.view
-        if self._interceptions or not view.can_split_calls:
+        if self._interceptions or not view.can_reexecute or view.why_not_split:
             return
         sizes.made_together |= bool(instrument.one_rank.meets_in_forward)
         self._passes = Microbatches(instrument, sizes) if view.may_compute_in_passes else None
