@@ -28,7 +28,7 @@ from .saving import SaveSchedule
 from .sections import Heartbeat, Phase
 from .step import Window, tell_of_failure
 from .trainer_state import Bookkeeper
-from .training_step import AccelerateEngine, DeepSpeedEngine, NotGenerated, TrainingCall, WatchedDeepSpeed
+from .training_step import DeepSpeedEngine, NotGenerated, TrainingCall, WatchedDeepSpeed
 from .view import TrainerView
 
 
@@ -50,28 +50,19 @@ class Instrument:
         # Any: half of what is used below is private, and TRL's trainers have attributes of their own.
         self.trainer: Any = trainer
         self.objective = objective_of(trainer)
-        self._replaced = Replacements()
-        self.view = TrainerView(trainer, self.objective, self._replaced)
+        self.hooks = hooks
+        self.replaced = Replacements()
+        self.view = TrainerView(trainer, self.objective, self.replaced)
         self.ledger = Bookkeeper(trainer)
         self.position = DataPosition(trainer, self.objective)
         self.reentry = Reentry(trainer, self.ledger, self.position)
-        self.failsafe = Failsafe(trainer, hooks, self._replaced, self.detach)
+        self.failsafe = Failsafe(trainer, hooks, self.replaced, self.detach)
         self.heartbeat = heartbeat or Heartbeat()
         self.retry = MemoryRetry(self.view, hooks, self.failsafe, self.heartbeat, lambda: self.window)
-        self.one_rank = OneRankRetry(trainer, self.view, self.ledger, self._replaced)
-        self._rates = rates = Rates(trainer, self.view, hooks)
-        self.call = TrainingCall(trainer, self._replaced, hooks, self.heartbeat, heals_exceptions)
-        self.engine: StepEngine = self._kind_of_engine(
-            trainer,
-            self.view,
-            replaced=self._replaced,
-            hooks=hooks,
-            failsafe=self.failsafe,
-            retry=self.retry,
-            call=self.call,
-            rates=rates,
-            reentry=self.reentry,
-        )
+        self.one_rank = OneRankRetry(trainer, self.view, self.ledger, self.replaced)
+        self.rates = rates = Rates(trainer, self.view, hooks)
+        self.call = TrainingCall(trainer, self.replaced, hooks, self.heartbeat, heals_exceptions)
+        self.engine: StepEngine = self._kind_of_engine(self)
         self.optimizer_step = OptimizerStep(
             trainer,
             hooks=hooks,
@@ -86,15 +77,14 @@ class Instrument:
         self.window: Window | None = None
         self.activation_checkpointing = ActivationCheckpointing(self.trainer.model)
         self.started_at = started_at
-        self._hooks = hooks
         self._heals_exceptions = heals_exceptions
         # Undo what healers have done to the trainer, when it is given back.
         self.on_detach: list[Callable[[], None]] = []
 
     @property
-    def _kind_of_engine(self) -> type[AccelerateEngine]:
+    def _kind_of_engine(self) -> type[StepEngine]:
         if not self.view.under_deepspeed:
-            return AccelerateEngine
+            return StepEngine
         return DeepSpeedEngine if self.view.can_reexecute else WatchedDeepSpeed
 
     @property
@@ -105,7 +95,7 @@ class Instrument:
     @property
     def attached(self) -> bool:
         """Whether the methods of the trainer are wrapped."""
-        return bool(self._replaced)
+        return bool(self.replaced)
 
     @property
     def may_be_left(self) -> bool:
@@ -156,7 +146,7 @@ class Instrument:
         """Gives the trainer back as it was."""
         undoing, self.on_detach = self.on_detach, []
         own = (
-            self._replaced.give_back,
+            self.replaced.give_back,
             self.engine.detach,
             self.optimizer_step.detach,
             self.position.release,
@@ -184,7 +174,7 @@ class Instrument:
 
     def replace(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Hands calls of a method of any object to `wrapper(original, *args, **kwargs)` until [`detach`]."""
-        self._replaced.wrap(holder, name, wrapper)
+        self.replaced.wrap(holder, name, wrapper)
 
     def stay_within(self, block: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         """Has each part of `train()` that calls all the others run in a block, until [`detach`]."""
@@ -199,7 +189,7 @@ class Instrument:
     def intercept(self, model: torch.nn.Module, name: str, wrapper: Callable[..., Any]) -> Interception:
         """Hands calls of a method of a model to `wrapper(original, *args, **kwargs)` until [`detach`]."""
         interception = Interception(model, name, getattr(model, name), wrapper)
-        self._replaced.put(model, name, interception)
+        self.replaced.put(model, name, interception)
         return interception
 
     def intercept_calls(self, model: torch.nn.Module, wrapper: Callable[..., Any]) -> Interception:
@@ -209,7 +199,7 @@ class Instrument:
 
     def release_calls(self, interceptions: Sequence[Interception]) -> None:
         """Takes back what [`intercept_calls`] and [`intercept`] did; others of the same models stay."""
-        self._replaced.give_back(interceptions)
+        self.replaced.give_back(interceptions)
 
     @contextlib.contextmanager
     def random_state_kept(self) -> Iterator[None]:
@@ -430,7 +420,7 @@ class Instrument:
         self.heartbeat.enter("judge")
         try:
             window.failed = self.failsafe.failure is not None
-            self._hooks.judge(window)
+            self.hooks.judge(window)
             window.released = True
         except TrainingFault as caught:
             fault = caught
@@ -501,7 +491,7 @@ class Instrument:
         if self.objective.online and self.leaves_out_nonfinite:
             # Rows are generated for an evaluation as well, and it has no loss that could be left out.
             with self.failsafe.contained(), self.failsafe.together():
-                self._hooks.vouch_for_state()
+                self.hooks.vouch_for_state()
         return original(*args, **kwargs)
 
     def _on_epoch_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -512,13 +502,13 @@ class Instrument:
 
     def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         with self.failsafe.contained():
-            logs.update(self._hooks.metrics("loss" in logs, "train_runtime" in logs))
+            logs.update(self.hooks.metrics("loss" in logs, "train_runtime" in logs))
             if "train_runtime" in logs:
                 self.reentry.finalizing()
                 self._cover_the_whole_run(logs)
         if "train_runtime" in logs:
             with self.failsafe.contained(), self.failsafe.together():
-                self._hooks.before_best_model()
+                self.hooks.before_best_model()
         return original(logs, *args, **kwargs)
 
     def _cover_the_whole_run(self, logs: dict[str, float]) -> None:

@@ -1,13 +1,13 @@
-"""The interface of what computes, measures, discards and applies a step; where a computation stops being finite."""
+"""Computes, measures, discards and applies a step; finds where a computation stops being finite."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import torch
 
@@ -16,14 +16,22 @@ from ..ranks import votes
 from ..system.random_state import lowest_precision
 from .batches import preparing
 from .patching import Replacements
-from .state import extent_of
+from .sections import Phase
+from .state import (
+    by_mesh,
+    discard_gradients,
+    extent_of,
+    gradients_of,
+    is_fsdp2,
+    scale_gradients,
+    whole,
+    without_reduction,
+)
 from .view import TrainerView
 
 
 # ---- step engine: how an optimizer step is computed, discarded, measured and applied ----
 
-
-_T = TypeVar("_T")
 
 # Where a rank is that is through training code.
 THROUGH = "through"
@@ -32,28 +40,22 @@ THROUGH = "through"
 Call = tuple[Any, Any, tuple[Any, ...], dict[str, Any]]
 
 
-class StepPasses(Protocol):
-    """Computes a training step in several passes over its rows."""
-
-    def run(self, compute: Callable[[], torch.Tensor], model: Any, items: Any) -> torch.Tensor:
-        """Computes the step."""
-
-
-class StepEngine(ABC):
+class StepEngine:
     """
-    Runs the optimizer steps of one trainer for a [`Window`], which knows nothing of the library that owns the backward
-    pass.
+    Runs the optimizer steps of one trainer, whose gradients lie in its parameters: one process, DDP, FSDP. What
+    DeepSpeed does otherwise is in its subclasses.
     """
 
-    def __init__(self, trainer: Any, view: TrainerView) -> None:
-        self.trainer = trainer
-        self.view = view
+    def __init__(self, instrument: Any) -> None:
+        self.trainer = instrument.trainer
+        self.view: TrainerView = instrument.view
+        self.retry = instrument.retry
+        self.rates = instrument.rates
+        self._instrument = instrument
 
-    @abstractmethod
     def attach(self) -> None:
         """Wraps what the steps go through, before anything else of the trainer is wrapped."""
 
-    @abstractmethod
     def detach(self) -> None:
         """Gives it back; a step that is held back is taken first."""
 
@@ -68,7 +70,8 @@ class StepEngine(ABC):
         try:
             yield
         except Exception as error:
-            if self.is_fatal(error) or isinstance(error, (votes.RankRaised, votes.RanksDisagree)):
+            lost = self._instrument.failsafe.tells_of_lost_device(error)
+            if lost or isinstance(error, (votes.RankRaised, votes.RanksDisagree)):
                 raise
             raise TrainingFault(error, others_wait=True) from error
         votes.reach(THROUGH)
@@ -77,19 +80,30 @@ class StepEngine(ABC):
         """As [`with_all_ranks`], where there are several; on one process an exception is what it is."""
         return contextlib.nullcontext() if self.view.world_size == 1 else self.with_all_ranks(question)
 
-    @abstractmethod
-    def is_fatal(self, error: Exception) -> bool:
-        """Whether an exception concerns everything, and not only what was computed: the device is lost."""
-
-    @abstractmethod
     def compute(
         self, call: Call, last: bool, on_nonfinite: Callable[[], None], synchronise: bool = True
     ) -> torch.Tensor:
         """Computes forward and backward of one micro-batch; its gradients are added to those there are."""
+        model, inputs, args, kwargs = call
+        self.trainer.accelerator.gradient_state._set_sync_gradients(last and synchronise)
+        if not synchronise and hasattr(model, "require_forward_param_sync"):
+            # DistributedDataParallel sends the buffers of the first rank to the others in the first forward after one
+            # whose gradients were synchronised (torch 2.13, `_pre_forward`). One that raises would do so once more.
+            model.require_forward_param_sync = False
+        with self.with_all_ranks("a micro-batch is computed again"), self._gradients_kept(model, last, synchronise):
+            loss: torch.Tensor = self._instrument.call.run((model, copy.copy(inputs), args, kwargs), on_nonfinite)
+            return loss
 
-    @abstractmethod
-    def prepare_inputs(self, inputs: Any) -> Any:
-        """Prepares a micro-batch as the trainer does (online trainers: generates)."""
+    def _gradients_kept(self, model: Any, last: bool, synchronise: bool) -> contextlib.AbstractContextManager[None]:
+        """Has ranks exchange gradients as between the Trainer's own micro-batches, or not at all."""
+        trainer = self.trainer
+        if last and synchronise:
+            return contextlib.nullcontext()
+        if not getattr(trainer, "is_distributed_loading_by_transformers", False) or not is_fsdp2(trainer.model):
+            kept: contextlib.AbstractContextManager[None] = trainer.accelerator.no_sync(model=model)
+            return kept
+        # transformers 5.2x: accelerate did not wrap a model that was sharded while it was loaded.
+        return trainer._defer_fsdp_gradient_reduction() if synchronise else without_reduction(trainer.model)
 
     def preparing(self, change: Callable[[Any], Any], prepared: Any = None) -> contextlib.AbstractContextManager[None]:
         """Passes what the trainer prepares, or has prepared before, through `change`, once."""
@@ -121,79 +135,122 @@ class StepEngine(ABC):
         finally:
             replaced.give_back()
 
-    @abstractmethod
-    def until_it_fits(self, compute: Callable[[], _T], discard: Callable[[], None]) -> _T:
-        """
-        Computes something that begins with rewinding the step: it can be begun again with more memory, or once more.
-        """
+    def prepare_inputs(self, inputs: Any) -> Any:
+        """Prepares a micro-batch as the trainer does (online trainers: generates)."""
+        with self.with_all_ranks("a batch is prepared again"):
+            self.trainer.model.train()
+            return self.trainer._prepare_inputs(inputs)
 
-    @abstractmethod
-    def experiment(self) -> contextlib.AbstractContextManager[None]:
-        """Marks what is computed inside as not needed by the run: where memory runs out in it, it is given up."""
-
-    # ---- discard ----
-
-    @abstractmethod
     def discard(self) -> None:
         """Drops all gradients there are, and what is known of them."""
-
-    # ---- measure ----
+        discard_gradients(self.trainer.model)
+        scaler = self.trainer.accelerator.scaler
+        if scaler is not None:
+            # `unscale_` refuses to run twice for one optimizer; what it noted belongs to gradients that are gone.
+            scaler._per_optimizer_states.clear()
 
     @property
-    @abstractmethod
     def scaler_active(self) -> bool:
         """Whether a GradScaler looks after overflowing gradients (fp16)."""
+        scaler = self.trainer.accelerator.scaler
+        return scaler is not None and scaler.is_enabled()
 
-    @abstractmethod
     def gradients(self) -> list[torch.Tensor]:
         """The gradients there are on this rank."""
+        return gradients_of(self.trainer.model)
 
-    @abstractmethod
     def gradients_are_finite(self) -> bool:
         """Whether they are on all ranks; where a GradScaler looks after them, they count as finite."""
+        gradients = self.gradients()
+        if self.scaler_active or not gradients:
+            return True
+        norms = [float(whole(torch.nn.utils.get_total_norm(group))) for group in by_mesh(gradients)]
+        return all(map(math.isfinite, norms))
 
-    @abstractmethod
     def scale_gradients(self, factor: float) -> None:
-        """Multiplies them by a factor."""
+        scale_gradients(self.trainer.model, factor)
 
-    # ---- apply ----
-
-    @abstractmethod
-    def rates_in_force(self, scale: float | None = None) -> list[Any]:
-        """The learning rate of each parameter group: the schedule's, times the factor in force or another one."""
-
-    @abstractmethod
-    def group_options(self) -> list[dict[str, Any]]:
-        """Settings of each parameter group that schedules change beside the rate (one-cycle momentum)."""
-
-    @abstractmethod
     def step_again(
         self, rates: Sequence[Any], scaled_by: float = 1.0, options: Sequence[Mapping[str, Any]] = ()
     ) -> float | None:
         """Clips and applies the gradients there are with given rates, as the Trainer would; their norm before."""
+        trainer, limit, norm = self.trainer, self.view.max_grad_norm, None
+        original, reentry = self._instrument.replaced.original, self._instrument.reentry
+        with self.with_all_ranks("a step is applied again"):
+            if limit > 0:
+                norm = original(trainer.accelerator, "clip_grad_norm_")(trainer.model.parameters(), limit)
+            if scaled_by != 1.0:
+                self.scale_gradients(scaled_by)
+            self._instrument.hooks.before_optimizer_step()
+            phase = reentry.phase
+            try:
+                with self.rates.set(rates, options):
+                    original(trainer.optimizer, "step")()
+            finally:
+                reentry.phase = phase
+            return None if norm is None else float(norm)
 
-    @abstractmethod
     def leave_out(self, overflowed: bool) -> None:
         """Has the Trainer's next `optimizer.step()` apply nothing; the gradients are discarded by then."""
+        # Without gradients `optimizer.step()` does nothing; but a GradScaler refuses to step without any, so neither
+        # it nor the optimizer is called for this step.
+        if not self.scaler_active:
+            return
+        accelerator = self.trainer.accelerator
+        scaler = accelerator.scaler
+        scaler._per_optimizer_states.clear()
+        if overflowed:
+            scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+        # The Trainer sets it again at the next micro-batch.
+        accelerator.gradient_state._set_sync_gradients(False)
+        self._instrument.reentry.phase = Phase.STEPPED
+
+    @contextlib.contextmanager
+    def full_precision(self) -> Iterator[bool]:
+        """Takes off the model what is put around its forward for mixed precision; gives whether there was any."""
+        model = self.trainer.model
+        mixed, plain = vars(model).get("forward"), vars(model).get("_original_forward")
+        if mixed is None or plain is None:
+            yield False
+            return
+        model.forward = plain
+        try:
+            yield True
+        finally:
+            model.forward = mixed
 
     @property
     def left_out_by_itself(self) -> bool:
         """Whether an engine of its own has taken the step already, and applied nothing."""
         return False
 
-    @abstractmethod
     def state_put(self) -> None:
         """Called when another state was written over the tensors that training changes."""
 
     # ---- look ----
 
-    def watching_outputs(self) -> contextlib.AbstractContextManager[list[Origin]]:
+    @contextlib.contextmanager
+    def watching_outputs(self) -> Iterator[list[Origin]]:
         """Notes the modules whose outputs are not finite, in the order in which they are computed."""
-        return watching_outputs(self._models_by_name())
+        found: list[Origin] = []
 
-    def watching_gradients(self) -> contextlib.AbstractContextManager[list[Origin]]:
-        """Notes the module in whose backward the gradient is first not finite."""
-        return watching_gradients(self._models_by_name())
+        def hook(name: str, module: torch.nn.Module) -> Any:
+            return module.register_forward_hook(_note(name, found), with_kwargs=True)
+
+        with _hooked(self._models_by_name(), hook):
+            yield found
+
+    @contextlib.contextmanager
+    def watching_gradients(self) -> Iterator[list[Origin]]:
+        """Notes the module in whose backward the gradient of a finite loss is first not finite."""
+        found: list[Origin] = []
+
+        def hook(name: str, module: torch.nn.Module) -> Any:
+            innermost = next(module.children(), None) is None
+            return module.register_full_backward_hook(_note_gradient(name, found)) if innermost else None
+
+        with _hooked(self._models_by_name(), hook):
+            yield found
 
     def _models_by_name(self) -> dict[str, torch.nn.Module]:
         models = self.view.models()
@@ -209,10 +266,6 @@ class StepEngine(ABC):
     def precision(self) -> torch.dtype:
         """The lowest precision that a step is computed in."""
         return lowest_precision(self.trainer.model.parameters(), self.view.autocast_dtype)
-
-    @abstractmethod
-    def full_precision(self) -> contextlib.AbstractContextManager[bool]:
-        """Takes off the model what is put around its forward for mixed precision; gives whether there was any."""
 
 
 # ---- origin: finds where a computation first gives a number that is not finite: batch, module, loss or backward ----
@@ -248,27 +301,6 @@ class Origin:
             within = name.rpartition(".")[0] or "the model"
             given = f"; what reaches it is not finite either, and was computed in {within} itself"
         return f"the first module whose output is not finite is {name} ({of}{given})"
-
-
-@contextlib.contextmanager
-def watching_outputs(models: Mapping[str, torch.nn.Module]) -> Iterator[list[Origin]]:
-    """Notes the modules whose outputs are not finite, in the order in which they are computed, for one computation."""
-    found: list[Origin] = []
-    with _hooked(models, lambda name, module: module.register_forward_hook(_note(name, found), with_kwargs=True)):
-        yield found
-
-
-@contextlib.contextmanager
-def watching_gradients(models: Mapping[str, torch.nn.Module]) -> Iterator[list[Origin]]:
-    """Notes the module in whose backward the gradient is first not finite, for one computation with a finite loss."""
-    found: list[Origin] = []
-
-    def hook(name: str, module: torch.nn.Module) -> Any:
-        innermost = next(module.children(), None) is None
-        return module.register_full_backward_hook(_note_gradient(name, found)) if innermost else None
-
-    with _hooked(models, hook):
-        yield found
 
 
 @contextlib.contextmanager

@@ -247,7 +247,7 @@ class EarlierSteps:
         try:
             loss = self._loss_from_the_start(control)
             if math.isfinite(loss):
-                self._engine.step_again(self._engine.rates_in_force(scale))
+                self._engine.step_again(self._engine.rates.in_force(scale))
         finally:
             self._window.rewind()
         return loss
@@ -268,7 +268,7 @@ class EarlierSteps:
         try:
             # A loss may depend on it.
             state.global_step = recording.step
-            loss = self._until_it_fits(compute)
+            loss = self._window.until_it_fits(compute)
             if math.isfinite(loss):
                 norm = self._engine.step_again(recording.rates, recording.scaled_by, recording.options)
         finally:
@@ -285,7 +285,7 @@ class EarlierSteps:
             self._window.rewind()
             return self._loss(control)
 
-        return self._until_it_fits(compute)
+        return self._window.until_it_fits(compute)
 
     def _loss(self, control: Control) -> float:
         """Computes forward and backward of an earlier step; its loss, over all ranks."""
@@ -295,9 +295,6 @@ class EarlierSteps:
         total = torch.stack([loss.detach().float() for loss in losses]).sum()
         ranks = votes.sum_over_ranks("loss of an earlier step", total.reshape(1), total.device)
         return ranks[0] / processes.world_size()
-
-    def _until_it_fits(self, compute: Callable[[], float]) -> float:
-        return self._engine.until_it_fits(compute, self._window.discard)
 
 
 # ---- one step: computes one step of given micro-batches as a trainer computes any other, and applies nothing ----

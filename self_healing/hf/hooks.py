@@ -12,7 +12,6 @@ from ..failures.recipes import FailureType, HealingFailed, TrainingFault, Unreco
 from ..ranks import votes
 from ..system import processes
 from ..system.processes import log_safely
-from .engine import StepPasses
 from .memory import OutOfMemory
 from .patching import OnException, Replacements
 from .step import Window
@@ -30,7 +29,7 @@ class Hooks:
     # ---- a micro-batch is computed ----
 
     @property
-    def passes(self) -> StepPasses | None:
+    def passes(self) -> Any:
         """The passes that a training step is computed in, where one over the rows does not fit; else `None`."""
         return None
 

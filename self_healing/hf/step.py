@@ -301,13 +301,9 @@ class Window(StepRecord):
         self._scaled_by = 1.0
 
     def experiment(self) -> contextlib.AbstractContextManager[None]:
-        """Marks what is computed inside as not needed by the run: [`StepEngine.experiment`]."""
-        return self.engine.experiment()
-
-    @property
-    def scaler_active(self) -> bool:
-        """Whether a GradScaler looks after overflowing gradients (fp16)."""
-        return self.engine.scaler_active
+        """Marks what is computed inside as not needed by the run: [`MemoryRetry.experiment`]."""
+        experiment: contextlib.AbstractContextManager[None] = self.engine.retry.experiment()
+        return experiment
 
     # ---- computing it again ----
 
@@ -328,8 +324,9 @@ class Window(StepRecord):
         return self.signals()
 
     def until_it_fits(self, compute: Callable[[], _T]) -> _T:
-        """[`StepEngine.until_it_fits`], for a computation that begins with [`rewind`]."""
-        return self.engine.until_it_fits(compute, self.discard)
+        """[`MemoryRetry.until_it_fits`], for a computation that begins with [`rewind`]."""
+        result: _T = self.engine.retry.until_it_fits(compute, self.discard)
+        return result
 
     def _reexecute(self, keep: Mapping[int, Sequence[int]] | None) -> None:
         self._recordable = keep is None
@@ -451,8 +448,8 @@ class Window(StepRecord):
         if self.start is None or not self._recordable or getattr(self._trainer.args, "sync_ref_model", False):
             # A reference model that follows the model does so in a callback, which is not called again.
             return None
-        rates = self.engine.rates_in_force()
-        options = self.engine.group_options()
+        rates = self.engine.rates.in_force()
+        options = self.engine.rates.options()
         return Recording(self.step, control, self.start.rng, rates, self._scaled_by, options)
 
     def begin_from_here(self) -> None:
@@ -483,7 +480,7 @@ class Window(StepRecord):
         self._catch_up_generation()
         self.engine.discard()
         total = torch.stack([loss.detach().float() for loss in self.losses]).sum()
-        self.engine.leave_out(overflowed=self.scaler_active and self._overflowed(total))
+        self.engine.leave_out(overflowed=self.engine.scaler_active and self._overflowed(total))
         if math.isfinite(float(total)):
             self._set_running_loss(self.losses)
         else:

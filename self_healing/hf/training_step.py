@@ -1,12 +1,12 @@
-"""Forward, backward and clipping as the Trainer does them, with accelerate alone and with DeepSpeed."""
+"""Forward and backward as the Trainer does them, and the steps that DeepSpeed takes."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -15,188 +15,20 @@ from ..ranks import votes
 from ..system import processes
 from .deepspeed import Zero, engine_of
 from .engine import Call, StepEngine
-from .hooks import Failsafe, Hooks
-from .oom import MemoryRetry
-from .optimizer import Rates
+from .hooks import Hooks
 from .patching import Replacements
-from .reentry import Reentry
 from .sections import Heartbeat, Phase
-from .state import by_mesh, discard_gradients, gradients_of, is_fsdp2, scale_gradients, whole, without_reduction
-from .view import TrainerView
-
-
-# ---- accelerate engine: optimizer steps of accelerate's own loop ----
-
-
-_T = TypeVar("_T")
-
-
-class AccelerateEngine(StepEngine):
-    """Runs the optimizer steps of a trainer whose gradients lie in its parameters: one process, DDP, FSDP."""
-
-    def __init__(
-        self,
-        trainer: Any,
-        view: TrainerView,
-        *,
-        replaced: Replacements,
-        hooks: Hooks,
-        failsafe: Failsafe,
-        retry: MemoryRetry,
-        call: TrainingCall,
-        rates: Rates,
-        reentry: Reentry,
-    ) -> None:
-        super().__init__(trainer, view)
-        self._replaced = replaced
-        self._hooks = hooks
-        self._failsafe = failsafe
-        self._retry = retry
-        self._training_call = call
-        self._rates = rates
-        self._reentry = reentry
-
-    def attach(self) -> None:
-        # What the Trainer calls between backward and update is wrapped by the instrument.
-        pass
-
-    def detach(self) -> None:
-        pass
-
-    def is_fatal(self, error: Exception) -> bool:
-        return self._failsafe.tells_of_lost_device(error)
-
-    def compute(
-        self, call: Call, last: bool, on_nonfinite: Callable[[], None], synchronise: bool = True
-    ) -> torch.Tensor:
-        model, inputs, args, kwargs = call
-        self.trainer.accelerator.gradient_state._set_sync_gradients(last and synchronise)
-        if not synchronise and hasattr(model, "require_forward_param_sync"):
-            # DistributedDataParallel sends the buffers of the first rank to the others in the first forward after one
-            # whose gradients were synchronised (torch 2.13, `_pre_forward`). One that raises would do so once more.
-            model.require_forward_param_sync = False
-        with self.with_all_ranks("a micro-batch is computed again"), self._gradients_kept(model, last, synchronise):
-            return self._training_call.run((model, copy.copy(inputs), args, kwargs), on_nonfinite)
-
-    def _gradients_kept(self, model: Any, last: bool, synchronise: bool) -> contextlib.AbstractContextManager[None]:
-        """Has ranks exchange gradients as between the Trainer's own micro-batches, or not at all."""
-        trainer = self.trainer
-        if last and synchronise:
-            return contextlib.nullcontext()
-        if not getattr(trainer, "is_distributed_loading_by_transformers", False) or not is_fsdp2(trainer.model):
-            kept: contextlib.AbstractContextManager[None] = trainer.accelerator.no_sync(model=model)
-            return kept
-        # transformers 5.2x: accelerate did not wrap a model that was sharded while it was loaded.
-        return trainer._defer_fsdp_gradient_reduction() if synchronise else without_reduction(trainer.model)
-
-    def prepare_inputs(self, inputs: Any) -> Any:
-        with self.with_all_ranks("a batch is prepared again"):
-            self.trainer.model.train()
-            return self.trainer._prepare_inputs(inputs)
-
-    def until_it_fits(self, compute: Callable[[], _T], discard: Callable[[], None]) -> _T:
-        return self._retry.until_it_fits(compute, discard)
-
-    def experiment(self) -> contextlib.AbstractContextManager[None]:
-        return self._retry.experiment()
-
-    def discard(self) -> None:
-        discard_gradients(self.trainer.model)
-        self._forget_unscaled()
-
-    def _forget_unscaled(self) -> None:
-        scaler = self.trainer.accelerator.scaler
-        if scaler is not None:
-            # `unscale_` refuses to run twice for one optimizer; what it noted belongs to gradients that are gone.
-            scaler._per_optimizer_states.clear()
-
-    @property
-    def scaler_active(self) -> bool:
-        scaler = self.trainer.accelerator.scaler
-        return scaler is not None and scaler.is_enabled()
-
-    def gradients(self) -> list[torch.Tensor]:
-        return gradients_of(self.trainer.model)
-
-    def gradients_are_finite(self) -> bool:
-        gradients = self.gradients()
-        if self.scaler_active or not gradients:
-            return True
-        norms = [float(whole(torch.nn.utils.get_total_norm(group))) for group in by_mesh(gradients)]
-        return all(map(math.isfinite, norms))
-
-    def scale_gradients(self, factor: float) -> None:
-        scale_gradients(self.trainer.model, factor)
-
-    def rates_in_force(self, scale: float | None = None) -> list[Any]:
-        return self._rates.in_force(scale)
-
-    def group_options(self) -> list[dict[str, Any]]:
-        return self._rates.options()
-
-    def step_again(
-        self, rates: Sequence[Any], scaled_by: float = 1.0, options: Sequence[Mapping[str, Any]] = ()
-    ) -> float | None:
-        with self.with_all_ranks("a step is applied again"):
-            norm = self._clip()
-            if scaled_by != 1.0:
-                self.scale_gradients(scaled_by)
-            self._hooks.before_optimizer_step()
-            phase = self._reentry.phase
-            try:
-                with self._rates.set(rates, options):
-                    self._replaced.original(self.trainer.optimizer, "step")()
-            finally:
-                self._reentry.phase = phase
-            return None if norm is None else float(norm)
-
-    def _clip(self) -> Any:
-        trainer, limit = self.trainer, self.view.max_grad_norm
-        if limit <= 0:
-            return None
-        return self._replaced.original(trainer.accelerator, "clip_grad_norm_")(trainer.model.parameters(), limit)
-
-    def leave_out(self, overflowed: bool) -> None:
-        # Without gradients `optimizer.step()` does nothing; but a GradScaler refuses to step without any, so neither
-        # it nor the optimizer is called for this step.
-        if not self.scaler_active:
-            return
-        accelerator = self.trainer.accelerator
-        scaler = accelerator.scaler
-        scaler._per_optimizer_states.clear()
-        if overflowed:
-            scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
-        # The Trainer sets it again at the next micro-batch.
-        accelerator.gradient_state._set_sync_gradients(False)
-        self._reentry.phase = Phase.STEPPED
-
-    def state_put(self) -> None:
-        # Parameters are what the next forward computes with.
-        pass
-
-    @contextlib.contextmanager
-    def full_precision(self) -> Iterator[bool]:
-        model = self.trainer.model
-        mixed, plain = vars(model).get("forward"), vars(model).get("_original_forward")
-        if mixed is None or plain is None:
-            yield False
-            return
-        model.forward = plain
-        try:
-            yield True
-        finally:
-            model.forward = mixed
 
 
 # ---- deepspeed engine: optimizer steps that DeepSpeed takes; `WatchedDeepSpeed`: those that are left to it ----
 
 
-class DeepSpeedEngine(AccelerateEngine):
+class DeepSpeedEngine(StepEngine):
     """Runs the optimizer steps of a trainer under ZeRO stage 1, 2 or 3."""
 
-    def __init__(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(trainer, *args, **kwargs)
-        self._zero = Zero(engine_of(trainer))
+    def __init__(self, instrument: Any) -> None:
+        super().__init__(instrument)
+        self._zero = Zero(engine_of(self.trainer))
         # Before anything looks for NaN in it.
         self._zero.clear_padding()
         self._own = Replacements()
@@ -252,7 +84,7 @@ class DeepSpeedEngine(AccelerateEngine):
     def _take(self) -> None:
         step = self._own.original(self._zero.engine, "step")
         left_out, self._left_out = self._left_out, None
-        self._reentry.phase = Phase.STEPPING
+        self._instrument.reentry.phase = Phase.STEPPING
         if left_out is None:
             step()
         else:
@@ -260,7 +92,7 @@ class DeepSpeedEngine(AccelerateEngine):
                 step()
         self._zero.forget_norms()
         self._left_out_by_itself = left_out is None and self._zero.left_out_by_itself
-        self._reentry.phase = Phase.STEPPED
+        self._instrument.reentry.phase = Phase.STEPPED
 
     @property
     def left_out_by_itself(self) -> bool:
@@ -303,15 +135,15 @@ class DeepSpeedEngine(AccelerateEngine):
         self._zero.forget_state()
 
 
-class WatchedDeepSpeed(AccelerateEngine):
+class WatchedDeepSpeed(StepEngine):
     """
     Watches the optimizer steps of a trainer where DeepSpeed takes them in the last backward, and cannot be kept from
     it: one that DeepSpeed leaves out by itself is seen as what it is.
     """
 
-    def __init__(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(trainer, *args, **kwargs)
-        self._engine = engine_of(trainer)
+    def __init__(self, instrument: Any) -> None:
+        super().__init__(instrument)
+        self._engine = engine_of(self.trainer)
         self._own = Replacements()
 
     def attach(self) -> None:
@@ -324,8 +156,8 @@ class WatchedDeepSpeed(AccelerateEngine):
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if self._reentry.phase is Phase.STEPPING:
-            self._reentry.phase = Phase.STEPPED
+        if self._instrument.reentry.phase is Phase.STEPPING:
+            self._instrument.reentry.phase = Phase.STEPPED
         return result
 
     def _norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

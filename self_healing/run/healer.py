@@ -13,7 +13,6 @@ from ..failures.classify import classify_exception
 from ..failures.recipes import FAILURE_RECIPES, IN_PLACE, Action, FailureType
 from ..hf.adapter import Instrument
 from ..hf.batches import CallShape
-from ..hf.engine import StepPasses
 from ..hf.hooks import Hooks
 from ..hf.memory import BatchPlan
 from ..hf.step import Window
@@ -115,7 +114,7 @@ class Healers(Healer):
     # ---- the events of the instrument ----
 
     @property
-    def passes(self) -> StepPasses | None:
+    def passes(self) -> Any:
         return next((passes for each in self.taking_part["passes"] if (passes := each.passes) is not None), None)
 
     @property

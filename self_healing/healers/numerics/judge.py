@@ -105,7 +105,7 @@ class StepJudge(Healer):
             signals = self._signals(window)
         self.observer.step_begins(signals)
         opened = numerics.opened + numerics.watch.opened
-        symptom = numerics.detector.judge(signals, window.scaler_active)
+        symptom = numerics.detector.judge(signals, window.engine.scaler_active)
         if symptom is not None:
             self.nonfinite.heal(window, symptom)
         elif window.rollback_wanted:
