@@ -48,7 +48,7 @@ from self_healing import StepSignals
 from self_healing.healers.numerics.detectors.divergence import DivergenceDetector
 from self_healing.healers.numerics.detectors.panel import DetectorPanel
 from self_healing.healers.numerics.detectors.spikes import NonFiniteDetector
-from self_healing.hf.objective import objective_named
+from self_healing.hf.objective import BY_CLASS_NAME
 
 
 CURVES = Path(__file__).parent.parent / "tests" / "data" / "curves"
@@ -457,7 +457,7 @@ def figures(make: Callable[[], Alarm], curves: Sequence[Curve], bank: Sequence[C
 
 def held_out(directory: Path = HELD_OUT) -> dict[str, Any]:
     """Alarms on the curves nothing was tuned on, with the detectors that apply to each objective."""
-    detectors = {objective: objective_named(objective).detectors for objective in ("sft", "dpo", "grpo")}
+    detectors = {each.name: each.detectors for each in BY_CLASS_NAME.values() if each.name in ("sft", "dpo", "grpo")}
     found: dict[str, Any] = {}
     for path in sorted(directory.glob("*.csv")):
         curve = read_curve(path)

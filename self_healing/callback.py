@@ -295,7 +295,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             control.should_save = control.should_training_stop = True
             if control.should_evaluate:
                 control.should_evaluate = False
-                instrument.leaving.owe_evaluation()
+                instrument.leaving.owes_evaluation = True
         instrument.step_ends()
 
     def on_epoch_end(

@@ -29,7 +29,9 @@ from two_processes import digest_of
 from two_sharded_processes import sharded_on_the_cpu, whole
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.hf.view import fingerprint
+from self_healing.hf.objective import objective_of
+from self_healing.hf.patching import Replacements
+from self_healing.hf.view import TrainerView
 
 
 STEPS, SAVE_STEPS = 6, 2
@@ -123,7 +125,12 @@ def learned_before(trainer: Any, rank: int, note: Path) -> None:
     run.mkdir(parents=True, exist_ok=True)
     fits, fails = ((3, 4), (2, 3))[rank]
     sizes = {kind: {"fits": [[fits, 64]], "fails": [[fails, 1]]} for kind in ("train", "forward")}
-    content = {"version": 1, "for": fingerprint(trainer), "checkpointing_activations": False, "sizes": sizes}
+    content = {
+        "version": 1,
+        "for": TrainerView(trainer, objective_of(trainer), Replacements()).fingerprint(),
+        "checkpointing_activations": False,
+        "sizes": sizes,
+    }
     name = "healing_sizes.json" if rank == 0 else f"healing_sizes.rank{rank}.json"
     (run / name).write_text(json.dumps(content))
     torch.distributed.barrier()

@@ -39,8 +39,10 @@ from two_processes import BitFlip
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer
 from self_healing.healers.numerics import replicas
-from self_healing.hf.state import gradients_of
-from self_healing.hf.view import fingerprint
+from self_healing.hf.objective import objective_of
+from self_healing.hf.patching import Replacements
+from self_healing.hf.state import named_gradients_of
+from self_healing.hf.view import TrainerView
 
 
 def sharded_on_the_cpu(strategy: str) -> None:
@@ -135,7 +137,7 @@ class Runs:
             "placements": str(getattr(parameters[0], "placements", "")),
             "sum": sum(float(whole(value.data).double().sum()) for value in parameters),
             "losses": losses(trainer),
-            "left_over": len(gradients_of(trainer.model)),
+            "left_over": len(list(named_gradients_of(trainer.model))),
             "fired": fired,
             "outcomes": [
                 [event["failure"], event["steps_lost"]]
@@ -160,7 +162,11 @@ class Runs:
         def fault(trainer: Any) -> ShortOfMemory:
             if self.rank == 0:
                 sizes = {kind: {"fits": [[2, 12]], "fails": [[3, 1]]} for kind in ("train", "generate")}
-                content = {"version": 1, "for": fingerprint(trainer), "sizes": sizes}
+                content = {
+                    "version": 1,
+                    "for": TrainerView(trainer, objective_of(trainer), Replacements()).fingerprint(),
+                    "sizes": sizes,
+                }
                 (self._directory / name).mkdir(parents=True, exist_ok=True)
                 (self._directory / name / "healing_sizes.json").write_text(
                     json.dumps({**content, "checkpointing_activations": False})

@@ -16,10 +16,9 @@ from ..config.schema import ConfigurationError
 from ..failures.classify import describe_exception
 from ..ranks import votes
 from ..system import processes
-from ..system.files import EMERGENCY_DIR, MARKER_FILE, PINNED_DIR
+from ..system.files import EMERGENCY_DIR, PINNED_DIR
 from .marker import (
     checkpoints_in,
-    damage_of_marker,
     load_marker,
     number_of,
     set_standing,
@@ -153,8 +152,6 @@ def check_resumed(checkpoint: Path, output_dir: str | Path) -> str | None:
     breach = breach_of_marker(checkpoint)
     if breach is not None:
         raise _refused(checkpoint, breach, output_dir)
-    if (damage := damage_of_marker(checkpoint)) is not None:
-        return f"its marker {MARKER_FILE} cannot be believed ({damage}): whether all of it is whole is not known"
     if standing_of(checkpoint) != "suspect":
         return None
     trusted = find_trusted_checkpoint(output_dir)
@@ -183,15 +180,9 @@ def newest_verdict_of(
     def verdicts() -> Iterator[Verdict]:
         for checkpoint in checkpoints_in(output_dir):
             marker = load_marker(checkpoint)
-            if marker is not None:
-                wanted = marker["run"] == run and (not verified or marker["standing"] == "verified")
-            elif (damage := damage_of_marker(checkpoint)) is not None:
-                wanted = False
-                reason = f"its marker {MARKER_FILE} cannot be believed ({damage}), so whose it is is not known"
-                passed_over.append(Verdict(str(checkpoint), number_of(checkpoint), False, reason, "unmarked"))
-            else:
-                wanted = False
-            if wanted:
+            if marker is None or marker["run"] != run:
+                continue
+            if not verified or marker["standing"] == "verified":
                 yield vet(checkpoint, readers)
 
     return _first_whole(verdicts(), passed_over)

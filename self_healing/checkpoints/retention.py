@@ -239,17 +239,12 @@ class RunCheckpoints:
         self._pending = number
 
     def _keep_newest(self, good: list[int]) -> None:
-        """Keeps the newest of those that are there, in the room of older ones if need be."""
-        for number in sorted(good, reverse=True) if self._generations else ():
-            followed, older = self._followed[number], self._oldest_first()
-            if followed.pinned:
-                return
-            if followed.path.is_dir():
-                if self._has_room_for(followed.path, beside=sum(map(_unshared_size_of, older))):
-                    while older and not self._has_room_for(followed.path):
-                        self._remove(older.pop(0))
-                    self._link(number)
-                return
+        """Keeps the newest of those that are there, if there is room."""
+        there = [number for number in good if self._followed[number].pinned or self._followed[number].path.is_dir()]
+        if there and self._generations:
+            newest = self._followed[max(there)]
+            if not newest.pinned and self._has_room_for(newest.path):
+                self._link(max(there))
 
     def _link(self, number: int) -> None:
         # Renamed when it is whole: a process killed in between leaves nothing that looks like a checkpoint.
@@ -298,28 +293,25 @@ class RunCheckpoints:
 
     def leave_room(self) -> None:
         """Removes kept checkpoints, the oldest first, until one more checkpoint fits beside them."""
-        if not self._follows:
-            return
-        with self._contained("Making room for a checkpoint"):
+        if self._follows:
             # What an earlier run has kept is about as large.
-            size = self._size or max(map(_size_of, self._oldest_first()), default=0)
-            given_up: list[Path] = []
-            while self._free() < _GROWTH * size and (pin := self._may_give_way()) is not None:
-                self._remove(pin)
-                given_up.append(pin)
-            self._tell_of(given_up, size)
+            self._make_room(self._size or max(map(_size_of, self._oldest_first()), default=0))
 
     def give_way(self) -> list[str]:
         """Removes all kept checkpoints that free anything, after one did not fit; returns their names."""
-        given_up: list[Path] = []
-        if not self._follows:
-            return []
+        return self._make_room(self._size, all_of_them=True) if self._follows else []
+
+    def _make_room(self, size: int, all_of_them: bool = False) -> list[str]:
+        names: list[str] = []
         with self._contained("Making room for a checkpoint"):
-            while (pin := self._may_give_way()) is not None:
+            while all_of_them or self._free() < _GROWTH * size:
+                if (pin := self._may_give_way()) is None:
+                    break
                 self._remove(pin)
-                given_up.append(pin)
-        self._tell_of(given_up, self._size)
-        return [pin.name for pin in given_up]
+                names.append(pin.name)
+        if names:
+            self._tell_of(names, size)
+        return names
 
     def _may_give_way(self) -> Path | None:
         """The oldest one whose removal frees something; never the last one that can be trusted."""
@@ -331,9 +323,9 @@ class RunCheckpoints:
                 return pin
         return None
 
-    def _has_room_for(self, checkpoint: Path, beside: int = 0) -> bool:
+    def _has_room_for(self, checkpoint: Path) -> bool:
         """Whether one more may be kept: the next checkpoint has to fit beside it once rotation has taken this one."""
-        return self._free() + beside >= 2 * _GROWTH * _size_of(checkpoint)
+        return self._free() >= 2 * _GROWTH * _size_of(checkpoint)
 
     def _free(self) -> int:
         return shutil.disk_usage(self._output_dir).free
@@ -355,13 +347,12 @@ class RunCheckpoints:
             _gigabytes(size),
         )
 
-    def _tell_of(self, given_up: list[Path], size: int) -> None:
+    def _tell_of(self, names: list[str], size: int) -> None:
         """Reports those that gave way to a checkpoint of a size, in journal and log."""
-        if not given_up:
-            return
-        names, needed = [pin.name for pin in given_up], int(_GROWTH * size)
-        fields = {"removed": names, "bytes_needed": needed, "bytes_free": self._free()}
-        self._journal.event("kept_checkpoints_gave_way", self._step, **fields)
+        needed, free = int(_GROWTH * size), self._free()
+        self._journal.event(
+            "kept_checkpoints_gave_way", self._step, removed=names, bytes_needed=needed, bytes_free=free
+        )
         level = logging.INFO if "gave way" in self._told else logging.WARNING
         self._told.add("gave way")
         logger.log(

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, TrainerState
 from ..system import processes
 from ..system.files import MARKER_FILE, STATE_FILE
 from .deepspeed import check_deepspeed, is_of_deepspeed
-from .marker import CHECKSUMS, damage_of_marker, load_marker, number_of
+from .marker import CHECKSUMS, load_marker, number_of
 from .tensors import (
     Findings,
     Unusable,
@@ -155,10 +155,12 @@ def _examine(
     ranks = processes.world_size() if marker is None else 1
     _check_random_states(checkpoint, findings, ranks, readers.here)
     if marker is not None:
-        _check_standing(marker)
+        if marker["standing"] == "suspect":
+            incident = f" (incident {marker['incident']})" if marker.get("incident") else ""
+            raise Unusable(f"written in a stretch that was rolled back or went bad{incident}")
         _check_sizes(checkpoint, marker)
-    elif (damage := damage_of_marker(checkpoint)) is not None:
-        findings.doubts.append(f"its marker {MARKER_FILE} cannot be believed ({damage}), so it is judged without it")
+    elif (checkpoint / MARKER_FILE).is_file():
+        findings.doubts.append(f"its marker {MARKER_FILE} cannot be read, so it is judged without it")
     _check_configs(checkpoint)
     for file in weights:
         check_weights(file, findings)
@@ -180,12 +182,6 @@ def _examine(
 
 
 # ---- what the marker says ----
-
-
-def _check_standing(marker: Mapping[str, Any]) -> None:
-    if marker["standing"] == "suspect":
-        incident = f" (incident {marker['incident']})" if marker.get("incident") else ""
-        raise Unusable(f"written in a stretch that was rolled back or went bad{incident}")
 
 
 def _check_sizes(checkpoint: Path, marker: Mapping[str, Any]) -> None:

@@ -51,6 +51,7 @@ class Instrument:
         self.trainer: Any = trainer
         self.objective = objective_of(trainer)
         self.hooks = hooks
+        self.heals_exceptions = heals_exceptions
         self.replaced = Replacements()
         self.view = TrainerView(trainer, self.objective, self.replaced)
         self.ledger = Bookkeeper(trainer)
@@ -58,26 +59,17 @@ class Instrument:
         self.reentry = Reentry(trainer, self.ledger, self.position)
         self.failsafe = Failsafe(trainer, hooks, self.replaced, self.detach)
         self.heartbeat = heartbeat or Heartbeat()
-        self.retry = MemoryRetry(self.view, hooks, self.failsafe, self.heartbeat, lambda: self.window)
-        self.one_rank = OneRankRetry(trainer, self.view, self.ledger, self.replaced)
-        self.rates = rates = Rates(trainer, self.view, hooks)
-        self.call = TrainingCall(trainer, self.replaced, hooks, self.heartbeat, heals_exceptions)
+        self.retry = MemoryRetry(self)
+        self.one_rank = OneRankRetry(self)
+        self.rates = Rates(self)
+        self.call = TrainingCall(self)
         self.engine: StepEngine = self._kind_of_engine(self)
-        self.optimizer_step = OptimizerStep(
-            trainer,
-            hooks=hooks,
-            failsafe=self.failsafe,
-            retry=self.retry,
-            rates=rates,
-            reentry=self.reentry,
-            window=lambda: self.window,
-        )
-        self.leaving = Leaving(trainer, self.view, self.position, lambda: self.window)
-        self.saves = SaveSchedule(trainer, self.view, self.ledger, hooks, self.failsafe, self.leaving)
+        self.optimizer_step = OptimizerStep(self)
+        self.leaving = Leaving(self)
+        self.saves = SaveSchedule(self)
         self.window: Window | None = None
         self.activation_checkpointing = ActivationCheckpointing(self.trainer.model)
         self.started_at = started_at
-        self._heals_exceptions = heals_exceptions
         # Undo what healers have done to the trainer, when it is given back.
         self.on_detach: list[Callable[[], None]] = []
 
@@ -90,7 +82,7 @@ class Instrument:
     @property
     def leaves_out_nonfinite(self) -> bool:
         """Whether anything is done about steps that are not finite."""
-        return self._heals_exceptions and self.view.can_reexecute
+        return self.heals_exceptions and self.view.can_reexecute
 
     @property
     def attached(self) -> bool:
@@ -294,7 +286,7 @@ class Instrument:
                 with self._noting_what_is_prepared(window):
                     loss = self.call.run((model, inputs, args, kwargs), window.note_exception)
             except Exception as error:
-                ran_out = self.retry.caught(error, alone=self.one_rank.can_be_taken_back())
+                ran_out = self.retry.caught(error, alone=not self.one_rank.why_not())
                 if ran_out is None:
                     raise
         tokens = state.num_input_tokens_seen - before
@@ -355,7 +347,7 @@ class Instrument:
                 return self.one_rank.compute_again(lambda: self.call.run(window.last_call, window.note_exception))
             except Exception as raised:
                 error = raised
-            again = self.retry.caught(error, alone=self.one_rank.can_be_taken_back())
+            again = self.retry.caught(error, alone=not self.one_rank.why_not())
             if again is None:
                 if not is_out_of_memory(error):
                     # DDP may refuse another forward (a parameter that the loss does not use counts as reduced).
@@ -495,7 +487,7 @@ class Instrument:
         return original(*args, **kwargs)
 
     def _on_epoch_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.reentry.epoch_end_begins()
+        self.reentry.epoch_end_begun = True
         control = original(*args, **kwargs)
         self.leaving.epoch_ended(control)
         return control

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import torch
 from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -50,6 +49,7 @@ class DataPosition:
         # By micro-batch of the epoch.
         self._sampled: dict[int, list[int]] = {}
         self._watched: tuple[Any, type] | None = None
+        self._streams = isinstance(trainer.train_dataset, IterableDataset)
 
     # ---- where we are ----
 
@@ -71,7 +71,7 @@ class DataPosition:
         self.micro_batches += len(batches)
         for position in [position for position in self._sampled if position < self.micro_batches]:
             del self._sampled[position]
-        if self._streams():
+        if self._streams:
             # Elsewhere rows are known by what the batch sampler has given out.
             self._rows += sum(self._count_rows(batch) for batch in batches)
 
@@ -104,7 +104,7 @@ class DataPosition:
         """Keeps the index lists the batch sampler gives out, until [`release`]."""
         loader = self._trainer.callback_handler.train_dataloader
         sampler = getattr(loader, "batch_sampler", None)
-        if sampler is None or self._streams() or isinstance(loader, DataLoaderDispatcher):
+        if sampler is None or self._streams or isinstance(loader, DataLoaderDispatcher):
             # Of a dispatcher the first rank alone knows what it has drawn.
             return
         cls, position_now, sampled = type(sampler), self, self._sampled
@@ -143,7 +143,7 @@ class DataPosition:
         unknown = [RowSource() for _ in range(layout.rows)]
         if self._objective.online:
             return unknown
-        if self._streams():
+        if self._streams:
             # A resumed stream has skipped batches nobody counted; several processes share it out between them.
             if processes.world_size() > 1 or layout.kind == "segments" or self._began_at > 0:
                 return unknown
@@ -165,9 +165,6 @@ class DataPosition:
             return [RowSource(dataset_index=item)]
         return [RowSource(item, segment) for segment in range(len(dataset[item]["seq_lengths"]))]
 
-    def _streams(self) -> bool:
-        return isinstance(self._trainer.train_dataset, torch.utils.data.IterableDataset)
-
 
 # ---- loading: reads and replaces what a trainer's data loader takes its samples from ----
 
@@ -178,7 +175,6 @@ class TrainingLoader:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
         loader = trainer.callback_handler.train_dataloader
         # One of a kind of its own, a list say, holds no dataset to be guarded.
         self._loader = getattr(loader, "__dict__", {}).get("base_dataloader", loader)
@@ -190,6 +186,9 @@ class TrainingLoader:
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
             self.dataset = None
         self.collate: Any = getattr(self._loader, "__dict__", {}).get("collate_fn")
+        self.streams = isinstance(self.dataset, IterableDataset)
+        self.has_workers = int(getattr(self._loader, "num_workers", 0)) > 0
+        self.samples_per_batch = int(trainer._train_batch_size)
 
     def read_from(self, dataset: Any, collate: Any) -> None:
         """Has the loader take its samples from another dataset, and make batches of them in another way."""
@@ -200,18 +199,6 @@ class TrainingLoader:
         """Gives the loader back as it was. Its iterators that exist already are not reached."""
         if self.dataset is not None:
             self.read_from(self.dataset, self.collate)
-
-    @property
-    def streams(self) -> bool:
-        return isinstance(self.dataset, IterableDataset)
-
-    @property
-    def has_workers(self) -> bool:
-        return int(getattr(self._loader, "num_workers", 0)) > 0
-
-    @property
-    def samples_per_batch(self) -> int:
-        return int(self._trainer._train_batch_size)
 
     @property
     def samples(self) -> int | None:

@@ -177,9 +177,14 @@ class Zero:
 
     def gradients(self) -> list[torch.Tensor]:
         """This rank's partition of the gradients, once they have been reduced."""
-        if self.offloads:
+        if self.offloads and not self.optimizer.norm_for_param_grads:
             # It stays there after the step, when it is nobody's any more.
-            return self._in_host_memory() if self.optimizer.norm_for_param_grads else []
+            return []
+        if self.offloads:
+            if not self.shards_weights:
+                # Copies of the device that may still be under way.
+                self.optimizer._wait_for_offload_copies()
+            return [master.grad for master in self._masters() if master.grad is not None]
         return [each for group in self.optimizer.averaged_gradients.values() for each in group or ()]
 
     def scale_gradients(self, factor: float) -> None:
@@ -193,12 +198,6 @@ class Zero:
             norms = self.optimizer.norm_for_param_grads
             norms.update({name: norm * factor for name, norm in norms.items()})
         self.forget_norms()
-
-    def _in_host_memory(self) -> list[torch.Tensor]:
-        if not self.shards_weights:
-            # Copies of the device that may still be under way.
-            self.optimizer._wait_for_offload_copies()
-        return [master.grad for master in self._masters() if master.grad is not None]
 
     def discard(self) -> None:
         """Drops what has been computed of a step, reduced or not; the next forward begins it anew."""

@@ -21,8 +21,8 @@ from .state import (
     by_mesh,
     discard_gradients,
     extent_of,
-    gradients_of,
-    is_fsdp2,
+    fsdp2_modules,
+    named_gradients_of,
     scale_gradients,
     whole,
     without_reduction,
@@ -99,7 +99,7 @@ class StepEngine:
         trainer = self.trainer
         if last and synchronise:
             return contextlib.nullcontext()
-        if not getattr(trainer, "is_distributed_loading_by_transformers", False) or not is_fsdp2(trainer.model):
+        if not getattr(trainer, "is_distributed_loading_by_transformers", False) or not fsdp2_modules(trainer.model):
             kept: contextlib.AbstractContextManager[None] = trainer.accelerator.no_sync(model=model)
             return kept
         # transformers 5.2x: accelerate did not wrap a model that was sharded while it was loaded.
@@ -157,7 +157,7 @@ class StepEngine:
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients there are on this rank."""
-        return gradients_of(self.trainer.model)
+        return [gradient for _, gradient in named_gradients_of(self.trainer.model)]
 
     def gradients_are_finite(self) -> bool:
         """Whether they are on all ranks; where a GradScaler looks after them, they count as finite."""

@@ -317,7 +317,8 @@ def compute_one_step(
     loader: Any = torch.utils.data.DataLoader(list(micro_batches), batch_size=None)  # type: ignore[arg-type]
     trainer.get_train_dataloader = lambda: loader
     # As the step had them: neither counted again, which with several processes would give another number, ...
-    trainer.get_batch_samples = lambda *_: (list(micro_batches), _on_device(items, trainer.args.device))
+    items = items.to(trainer.args.device) if isinstance(items, torch.Tensor) else items
+    trainer.get_batch_samples = lambda *_: (list(micro_batches), items)
     # ... nor generated again.
     trainer._prepare_inputs = types.MethodType(Trainer._prepare_inputs, trainer)
     stage = _Stage(trainer, random_state, judge)
@@ -329,10 +330,6 @@ def compute_one_step(
         raise RuntimeError("train() ended without a step; please report this, with the versions of `doctor`")
 
 
-def _on_device(items: Any, device: torch.device) -> Any:
-    return items.to(device) if isinstance(items, torch.Tensor) else items
-
-
 class _Stage(TrainerCallback, Hooks):
     """Attaches an instrument to the call of `train()`, and has its one step judged."""
 
@@ -340,13 +337,12 @@ class _Stage(TrainerCallback, Hooks):
         self._trainer = trainer
         self._random_state = random_state
         self._judge = judge
-        self._instrument: Instrument | None = None
         self.error: Exception | None = None
         self.judged = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._instrument = Instrument(self._trainer, self, heals_exceptions=True, started_at=0.0)
-        self._instrument.attach()
+        self.instrument = Instrument(self._trainer, self, heals_exceptions=True, started_at=0.0)
+        self.instrument.attach()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.instrument.epoch_begins()
@@ -363,12 +359,6 @@ class _Stage(TrainerCallback, Hooks):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.instrument.detach()
-
-    @property
-    def instrument(self) -> Instrument:
-        if self._instrument is None:
-            raise RuntimeError("train() has not begun")
-        return self._instrument
 
     def judge(self, window: Window) -> None:
         self.judged = True

@@ -106,7 +106,10 @@ def caught(error: Exception, device: torch.device, place: Place | None = None) -
     figures = memory_figures(device)
     by_traceback = _place_of(error)
     place = by_traceback if place is None or by_traceback == "vLLM" else place
-    found = OutOfMemory(place, error, _requested(error), figures, _raised_in(error))
+    frames, asked = traceback.extract_tb(error.__traceback__), _REQUEST.search(text_of(error))
+    raised_in = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "unknown"
+    requested = None if asked is None else int(float(asked.group(1)) * _UNITS[asked.group(2)])
+    found = OutOfMemory(place, error, requested, figures, raised_in)
     let_go(error)
     return found
 
@@ -129,16 +132,6 @@ def _generates(frame: FrameType) -> bool:
     # Not by the object, which is among the locals: what is read there once is kept, and with it all that did not fit.
     owner = frame.f_globals.get(frame.f_code.co_qualname.partition(".")[0])
     return isinstance(owner, type) and issubclass(owner, (torch.nn.Module, GenerationMixin, Trainer))
-
-
-def _raised_in(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "unknown"
-
-
-def _requested(error: BaseException) -> int | None:
-    found = _REQUEST.search(text_of(error))
-    return None if found is None else int(float(found.group(1)) * _UNITS[found.group(2)])
 
 
 def let_go(error: BaseException | None) -> None:
@@ -201,21 +194,15 @@ def smaller_batch(trainer: Any, objective: str, refused: str = "") -> BatchPlan:
     if factor is None:
         raise CannotReduce(f"per_device_train_batch_size is {rows} already")
     plan = BatchPlan(rows // factor, accumulation * factor, rows, accumulation)
-    why = _why_not_the_same(trainer, objective, refused) or _why_not(trainer, plan)
-    if why:
+    kinds = getattr(trainer, "loss_types", None) or []
+    if objective == "kto":
+        raise CannotReduce("KTO subtracts a statistic of the micro-batch")
+    if objective == "dpo" and any(str(kind).startswith("aot") for kind in kinds):
+        raise CannotReduce("the loss sorts the micro-batch")
+    coupled = "batch normalisation" in refused or "depend on each other" in refused
+    if why := (refused if coupled else "") or _why_not(trainer, plan):
         raise CannotReduce(why)
     return plan
-
-
-def _why_not_the_same(trainer: Any, objective: str, refused: str) -> str:
-    """Says why the loss of smaller micro-batches is not that of the whole; empty where nothing speaks against it."""
-    if objective == "kto":
-        return "KTO subtracts a statistic of the micro-batch"
-    kinds = getattr(trainer, "loss_types", None) or []
-    if objective == "dpo" and any(str(kind).startswith("aot") for kind in kinds):
-        return "the loss sorts the micro-batch"
-    coupled = "batch normalisation" in refused or "depend on each other" in refused
-    return refused if coupled else ""
 
 
 def _why_not(trainer: Any, plan: BatchPlan) -> str:
@@ -224,7 +211,7 @@ def _why_not(trainer: Any, plan: BatchPlan) -> str:
         return "generations are made for batches of the size there is"
     if args.n_gpu > 1:
         return "several devices share the batch of this process"
-    if getattr(args, "train_sampling_strategy", "") == "group_by_length" or getattr(args, "group_by_length", False):
+    if args.train_sampling_strategy == "group_by_length":
         return "rows are grouped by length within batches, and would come in another order"
     loader = trainer.callback_handler.train_dataloader
     try:

@@ -46,19 +46,12 @@ _COMPUTING_SECONDS = 20.0
 class MemoryRetry:
     """Has memory freed where it ran out, and computes again what failed."""
 
-    def __init__(
-        self,
-        view: TrainerView,
-        hooks: Hooks,
-        failsafe: Failsafe,
-        heartbeat: Heartbeat,
-        window: Callable[[], Window | None],
-    ) -> None:
-        self._view = view
-        self._hooks = hooks
-        self._failsafe = failsafe
-        self._heartbeat = heartbeat
-        self._window = window
+    def __init__(self, instrument: Any) -> None:
+        self._instrument = instrument
+        self._view: TrainerView = instrument.view
+        self._hooks: Hooks = instrument.hooks
+        self._failsafe: Failsafe = instrument.failsafe
+        self._heartbeat: Heartbeat = instrument.heartbeat
         # Whether what is computed is an experiment, which may fail where the run must not.
         self.experimenting = False
 
@@ -118,7 +111,7 @@ class MemoryRetry:
             if is_out_of_memory(error):
                 discard()
             ran_out = self.caught(error)
-            if ran_out is not None and self.handled(ran_out, self._window()):
+            if ran_out is not None and self.handled(ran_out, self._instrument.window):
                 continue
             if repeated or not self._may_have_passed(error):
                 raise TrainingFault(error, others_wait) from error
@@ -184,11 +177,11 @@ _ASKING = ("gather_for_metrics", "gather", "reduce", "pad_across_processes")
 class OneRankRetry:
     """Computes a micro-batch once more on this rank alone."""
 
-    def __init__(self, trainer: Any, view: TrainerView, ledger: Bookkeeper, replaced: Replacements) -> None:
-        self._trainer = trainer
-        self._view = view
-        self._ledger = ledger
-        self._replaced = replaced
+    def __init__(self, instrument: Any) -> None:
+        self._trainer = instrument.trainer
+        self._view: TrainerView = instrument.view
+        self._ledger: Bookkeeper = instrument.ledger
+        self._replaced: Replacements = instrument.replaced
         self._model: Any = None
         self._zero: Zero | None = None
         self._refusal = ""
@@ -242,16 +235,12 @@ class OneRankRetry:
             return "ranks share the tokens of each row (context or sequence parallelism)"
         if self._view.sharded:
             return "the model is sharded, and each call gathers weights from all ranks"
-        if zero_of(self._trainer) is not None:
-            return self._why_not_counted()
-        # torch 2.13: what DDP sends before a forward is sent in `_pre_forward`.
-        if not isinstance(model, DistributedDataParallel) or not hasattr(model, "_pre_forward"):
-            return "the model is not one of DistributedDataParallel"
-        if model.process_group.size() != self._view.world_size:
-            return "DistributedDataParallel spans some of the ranks only"
-        return self._why_not_counted()
-
-    def _why_not_counted(self) -> str:
+        if zero_of(self._trainer) is None:
+            # torch 2.13: what DDP sends before a forward is sent in `_pre_forward`.
+            if not isinstance(model, DistributedDataParallel) or not hasattr(model, "_pre_forward"):
+                return "the model is not one of DistributedDataParallel"
+            if model.process_group.size() != self._view.world_size:
+                return "DistributedDataParallel spans some of the ranks only"
         return "" if self._begun() is not None else "the backend does not count its collectives"
 
     def begin(self) -> None:
@@ -284,10 +273,6 @@ class OneRankRetry:
         self._before = self._ledger.capture(self._trainer._tr_loss)
         self._gradients = self._versions()
         self._collectives = self._begun()
-
-    def can_be_taken_back(self) -> bool:
-        """Whether nothing of the micro-batch has reached another rank or a gradient."""
-        return not self.why_not()
 
     def why_not(self, place: Place = "forward") -> str:
         """Says why what has failed cannot be computed again on this rank alone; empty if it can."""

@@ -26,29 +26,20 @@ from .view import TrainerView
 class OptimizerStep:
     """Wraps the optimizer steps of one trainer's loop."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        *,
-        hooks: Hooks,
-        failsafe: Failsafe,
-        retry: MemoryRetry,
-        rates: Rates,
-        reentry: Reentry,
-        window: Callable[[], Window | None],
-    ) -> None:
-        self._hooks = hooks
-        self._failsafe = failsafe
-        self._retry = retry
-        self._rates = rates
-        self._reentry = reentry
-        self._window = window
+    def __init__(self, instrument: Any) -> None:
+        trainer = instrument.trainer
+        self._instrument = instrument
+        self._hooks: Hooks = instrument.hooks
+        self._failsafe: Failsafe = instrument.failsafe
+        self._retry: MemoryRetry = instrument.retry
+        self._rates: Rates = instrument.rates
+        self._reentry: Reentry = instrument.reentry
         # DeepSpeed's uses up the gradient, and is left half-way with the groups of one partition.
         self.can_be_taken_again = engine_of(trainer) is None
         # It calls the optimizer once for each group of parameters, and gathers weights after that.
         self._ends_with_the_optimizer = self.can_be_taken_again
         self._mark = StepMark(trainer.optimizer)
-        self._one_by_one = UpdateOneByOne(trainer.optimizer)
+        self.one_by_one = UpdateOneByOne(trainer.optimizer)
         inner = innermost(trainer.optimizer)
         self._optimizer = inner if isinstance(inner, torch.optim.Optimizer) else None
         self._handles: list[Any] = []
@@ -67,7 +58,7 @@ class OptimizerStep:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._one_by_one.switch_off()
+        self.one_by_one.switch_off()
 
     def _begins(self, *_: Any) -> None:
         self._reentry.phase = Phase.STEPPING
@@ -77,7 +68,7 @@ class OptimizerStep:
             self._reentry.phase = Phase.STEPPED
         if self.weights_moved:
             return
-        window = self._window()
+        window: Window | None = self._instrument.window
         if window is None or not window.skipped:
             rates = [group.get("lr") for group in optimizer.param_groups]
             self.weights_moved = any(rate is None or float(rate) != 0.0 for rate in rates)
@@ -117,7 +108,7 @@ class OptimizerStep:
                     self._hooks.stepped()
                 return result
             with self._failsafe.leaving_on_exception():
-                again = self._retry.handled(ran_out, self._window())
+                again = self._retry.handled(ran_out, self._instrument.window)
             if not again:
                 raise ran_out.error
 
@@ -142,10 +133,6 @@ class OptimizerStep:
         """Notes that the weights are as before a step that raised."""
         self._reentry.phase = Phase.COMPUTING
 
-    def update_one_by_one(self) -> bool:
-        """Makes the optimizer update parameter by parameter, with less memory at a time; whether it did not before."""
-        return self._one_by_one.switch_on()
-
 
 # ---- rates: sets the learning rates that an optimizer step is taken with, for that step ----
 
@@ -153,10 +140,10 @@ class OptimizerStep:
 class Rates:
     """Sets rates and options of the parameter groups for one step."""
 
-    def __init__(self, trainer: Any, view: TrainerView, hooks: Hooks) -> None:
-        self._trainer = trainer
-        self._view = view
-        self._hooks = hooks
+    def __init__(self, instrument: Any) -> None:
+        self._trainer = instrument.trainer
+        self._view: TrainerView = instrument.view
+        self._hooks: Hooks = instrument.hooks
 
     def scale(self) -> float:
         """The factor in force on the schedule's rates."""
@@ -254,17 +241,9 @@ class StepMark:
         if any(parameter._version != version for parameter, version in self._before.items()):
             return False
         state = self._optimizer.state
-        if self._fused and any(_counts(each) for each in state.values()):
+        # Fused kernels write to tensors without torch counting it, but count their steps.
+        fused = any(group.get("fused") for group in self._optimizer.param_groups)
+        if fused and any("step" not in each or float(each["step"]) != 0 for each in state.values()):
             return False
         state.clear()
         return True
-
-    @property
-    def _fused(self) -> bool:
-        """Whether kernels are fused: they write to tensors without torch counting it, but count their steps."""
-        return self._optimizer is not None and any(group.get("fused") for group in self._optimizer.param_groups)
-
-
-def _counts(state: Any) -> bool:
-    """Whether an update has been made with this state, or may have been."""
-    return "step" not in state or float(state["step"]) != 0

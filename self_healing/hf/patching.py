@@ -164,11 +164,12 @@ def _hooks_of(model: Any) -> Iterator[tuple[dict[int, Any], int]]:
     for module in model.modules() if isinstance(model, nn.Module) else ():
         for name in _HOOKS:
             hooks = vars(module)[name]
-            yield from ((hooks, key) for key, hook in list(hooks.items()) if not _shards(hook))
-
-
-def _shards(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+            # Those of FSDP are put on once.
+            yield from (
+                (hooks, key)
+                for key, hook in list(hooks.items())
+                if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+            )
 
 
 # ---- discovery: finds the trainer in the call stack: it hands callbacks its state, not itself ----
@@ -179,33 +180,31 @@ def find_trainer(callback: Any) -> Trainer | None:
     Finds the trainer whose `train()` is calling the callback right now: the caller of `on_train_begin` is one of its
     methods.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in _callers_of(sys._getframe(1)):
         candidate = frame.f_locals.get("self")
         if isinstance(candidate, Trainer) and callback in candidate.callback_handler.callbacks:
             return candidate
-        frame = frame.f_back  # type: ignore[assignment]
     return None
 
 
 def is_training(trainer: Trainer, frame: Any) -> bool:
     """Whether a frame was called, however indirectly, by `train()` of a trainer."""
-    while frame is not None:
-        if frame.f_code.co_name == "train" and frame.f_locals.get("self") is trainer:
-            return True
-        frame = frame.f_back
-    return False
+    return any(each.f_code.co_name == "train" and each.f_locals.get("self") is trainer for each in _callers_of(frame))
 
 
 def find_resume_path() -> str | None:
     """Finds the checkpoint that the `train()` call under way resumes from."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in _callers_of(sys._getframe(1)):
         if isinstance(frame.f_locals.get("self"), Trainer) and "resume_from_checkpoint" in frame.f_locals:
             path = frame.f_locals["resume_from_checkpoint"]
             return str(path) if isinstance(path, (str, os.PathLike)) else None
-        frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def _callers_of(frame: Any) -> Iterator[Any]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 # ---- progress bars ----
@@ -217,21 +216,13 @@ def remove_progress_bars(trainer: Any) -> None:
     which would be drawn below those, and over what is written in between.
     """
     for callback in trainer.callback_handler.callbacks:
-        try:
-            if isinstance(callback, ProgressCallback):
-                _remove_bars(callback)
-            elif getattr(callback, "rich_group", None) is not None:
-                # RichProgressCallback (TRL 1.16), which need not be installed.
-                callback.rich_group.stop()
-                callback.rich_group = None
-        except Exception:
-            logger.info("The progress bars of %s could not be removed.", type(callback).__name__, exc_info=True)
-
-
-def _remove_bars(callback: ProgressCallback) -> None:
-    for name in ("prediction_bar", "training_bar"):
-        bar = getattr(callback, name)
-        if bar is not None:
-            bar.leave = False
-            bar.close()
-            setattr(callback, name, None)
+        for name in ("prediction_bar", "training_bar") if isinstance(callback, ProgressCallback) else ():
+            bar = getattr(callback, name)
+            if bar is not None:
+                bar.leave = False
+                bar.close()
+                setattr(callback, name, None)
+        if getattr(callback, "rich_group", None) is not None:
+            # RichProgressCallback (TRL 1.16), which need not be installed.
+            callback.rich_group.stop()
+            callback.rich_group = None

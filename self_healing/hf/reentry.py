@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import EarlyStoppingCallback
+from transformers.optimization import GreedyLR
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
@@ -55,7 +56,7 @@ class Reentry:
         self._epoch_began = False
         self._epoch_ended = False
         self._step_ended = False
-        self._epoch_end_begun = False
+        self.epoch_end_begun = False
         self._finalizing = False
         self._rng_of_left_epoch: RandomState | None = None
         self._continues = False
@@ -85,7 +86,7 @@ class Reentry:
         self._finished_step = int(self._trainer.state.global_step)
         self._window = None
         self._after_fetch_rng = self._undo_events = None
-        self._epoch_began = self._epoch_ended = self._step_ended = self._epoch_end_begun = False
+        self._epoch_began = self._epoch_ended = self._step_ended = self.epoch_end_begun = False
         self._events_done = self._epoch_events_done = False
 
     def fetched(self, window: Window | None) -> None:
@@ -102,12 +103,8 @@ class Reentry:
 
     def about_to_step(self) -> None:
         """Notes where the schedule stands, to tell later whether it moved with the step, and the rate of the step."""
-        self._schedule_before = self._schedule_now()
+        self._schedule_before = getattr(self._trainer.lr_scheduler, "last_epoch", None)
         self._learning_rate = self._trainer._get_learning_rate()
-
-    def step_ends(self) -> None:
-        """Called in `on_step_end`: all of a step is done but what follows from it (logging, evaluating, saving)."""
-        self._count_data()
 
     def epoch_ends(self) -> None:
         """Called in `on_epoch_end`, as [`step_ends`] for a step."""
@@ -116,10 +113,6 @@ class Reentry:
             # A run that was left at its very end: what follows from the epoch's end is done already.
             control = self._trainer.control
             control.should_log = control.should_evaluate = control.should_save = False
-
-    def epoch_end_begins(self) -> None:
-        """Called when the Trainer is about to tell its callbacks that the epoch is over."""
-        self._epoch_end_begun = True
 
     def events_begin(self) -> None:
         """Called before the Trainer logs, evaluates and saves: an exception in there has all of it done again."""
@@ -130,7 +123,7 @@ class Reentry:
 
     def events_end(self) -> None:
         """Called when all of that is done."""
-        if self._epoch_end_begun:
+        if self.epoch_end_begun:
             self._epoch_events_done = True
         else:
             self._events_done = True
@@ -176,13 +169,11 @@ class Reentry:
         self._finalizing = True
         self._trainer._tr_loss.zero_()
 
-    def _count_data(self) -> None:
+    def step_ends(self) -> None:
+        """Called in `on_step_end`: all of a step is done but what follows from it (logging, evaluating, saving)."""
         if self._window is not None and not self._step_ended:
             self._position.advance(self._window.all_inputs())
         self._step_ended = True
-
-    def _schedule_now(self) -> Any:
-        return getattr(self._trainer.lr_scheduler, "last_epoch", None)
 
     @property
     def interrupted(self) -> Window | None:
@@ -231,9 +222,9 @@ class Reentry:
         trainer, history = self._trainer, self._trainer.state.log_history
         if int(trainer.state.global_step) == self._finished_step:
             self._count_the_step()
-        self._count_data()
+        self.step_ends()
         over = self._epoch_began or self._epoch_end_done or self._epoch_events_done
-        epoch_end = not over and (self._epoch_end_begun or self._position.at_epoch_end())
+        epoch_end = not over and (self.epoch_end_begun or self._position.at_epoch_end())
         pending = Pending(
             events=not self._events_done or epoch_end,
             epoch_end=epoch_end,
@@ -255,7 +246,8 @@ class Reentry:
         trainer, window = self._trainer, self._window
         scheduler = trainer.lr_scheduler
         skipped = trainer.accelerator.optimizer_step_was_skipped
-        if not _goes_by_evaluations(scheduler) and not skipped and self._schedule_now() == self._schedule_before:
+        moved = getattr(scheduler, "last_epoch", None) != self._schedule_before
+        if not _goes_by_evaluations(scheduler) and not skipped and not moved:
             scheduler.step()
         trainer.state.global_step += 1
         epoch = None if window is None else self._position.epoch_after(window.size)
@@ -337,8 +329,7 @@ class Reentry:
 
 
 def _goes_by_evaluations(scheduler: Any) -> bool:
-    # GreedyLR is not in all versions of transformers.
-    return isinstance(scheduler, ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR"
+    return isinstance(scheduler, (ReduceLROnPlateau, GreedyLR))
 
 
 def _end_scaled_step(trainer: Any) -> None:
@@ -358,13 +349,11 @@ def _end_scaled_step(trainer: Any) -> None:
 class Leaving:
     """Ends one trainer's run with the step that is under way."""
 
-    def __init__(
-        self, trainer: Any, view: TrainerView, position: DataPosition, window: Callable[[], Window | None]
-    ) -> None:
-        self._trainer = trainer
-        self._view = view
-        self._position = position
-        self._window = window
+    def __init__(self, instrument: Any) -> None:
+        self._instrument = instrument
+        self._trainer = instrument.trainer
+        self._view: TrainerView = instrument.view
+        self._position: DataPosition = instrument.position
         self._theirs: tuple[Any, Any] | None = None
         # Whether the run ends with the step that is under way.
         self.begun = False
@@ -374,7 +363,7 @@ class Leaving:
     def leaves(self, asked: bool) -> bool:
         """Whether the run ends with this step, because some process (`asked`: this one) has to leave."""
         if self._view.world_size > 1:
-            window = self._window()
+            window: Window | None = self._instrument.window
             asked = window is not None and window.leave_wanted
         if self._view.last_step_done:
             # Only the end of the run is left, with the last evaluation and the best model: it is not cut short.
@@ -397,14 +386,10 @@ class Leaving:
             args.load_best_model_at_end, args.save_total_limit = self._theirs
             self._theirs = None
 
-    def owe_evaluation(self) -> None:
-        """Leaves the evaluation that is due, for which there is no time, to the process that continues the run."""
-        self.owes_evaluation = True
-
     def epoch_ended(self, control: Any) -> None:
         """Called after the callbacks' `on_epoch_end`, which comes in mid-epoch here: the checkpoint is written."""
         if not self.begun:
             return
         if control.should_evaluate and self._position.at_epoch_end():
-            self.owe_evaluation()
+            self.owes_evaluation = True
         control.should_log = control.should_evaluate = control.should_save = False

@@ -190,11 +190,6 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(_INTEGERS[size]).sum(dtype=torch.int64)
 
 
-def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = _real(tensor)
-    return tensor.view(_INTEGERS[tensor.element_size()])
-
-
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
@@ -214,7 +209,8 @@ class Apart:
         """Finds elements of some tensors that are not the same on all ranks that keep them: a few of each."""
         rank = processes.own_rank()
         group_of = {name: group for group, names in apart.items() if rank in group for name in names}
-        bits = {name: _bits_of(tensors[name]) for name in list(group_of)[:_LOOKED_AT]}
+        values = {name: _real(tensors[name]) for name in list(group_of)[:_LOOKED_AT]}
+        bits = {name: each.view(_INTEGERS[each.element_size()]) for name, each in values.items()}
         pieces = {name: [range(len(each))] for name, each in bits.items()}
         for left in range(_ROUNDS, 0, -1):
             # In each round of a piece, one part in so many that the last round has single elements.
@@ -229,8 +225,7 @@ class Apart:
             name: torch.tensor([place for piece in each for place in piece], dtype=torch.int64)
             for name, each in pieces.items()
         }
-        flat = {name: _real(tensors[name]) for name in places}
-        return cls(places, {name: flat[name][each.to(flat[name].device)].cpu() for name, each in places.items()})
+        return cls(places, {name: values[name][each.to(values[name].device)].cpu() for name, each in places.items()})
 
     def distance_from(self, tensors: Mapping[str, torch.Tensor]) -> float:
         """How far they were from what the run has in their place now; infinite if one was not finite."""

@@ -45,15 +45,13 @@ logger = logging.getLogger("self_healing")
 class SaveSchedule:
     """Wraps what the Trainer calls to save on its schedule."""
 
-    def __init__(
-        self, trainer: Any, view: TrainerView, ledger: Bookkeeper, hooks: Hooks, failsafe: Failsafe, leaving: Leaving
-    ) -> None:
-        self._trainer = trainer
-        self._view = view
-        self._ledger = ledger
-        self._hooks = hooks
-        self._failsafe = failsafe
-        self._leaving = leaving
+    def __init__(self, instrument: Any) -> None:
+        self._trainer = instrument.trainer
+        self._view: TrainerView = instrument.view
+        self._ledger: Bookkeeper = instrument.ledger
+        self._hooks: Hooks = instrument.hooks
+        self._failsafe: Failsafe = instrument.failsafe
+        self._leaving: Leaving = instrument.leaving
         # Set where a checkpoint that cannot be written does not end the run.
         self.writer: CheckpointSaving | None = None
         self.longest = 0.0

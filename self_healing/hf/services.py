@@ -267,12 +267,8 @@ class ReportingGuard:
 
     def _call(self, service: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # A client that fails may have drawn the jitter of its own retries from the run's generators.
-        rng = RandomState.capture(self._trainer.accelerator.device)
-        return self._healer.call(service, self._step, rng.restore, functools.partial(function, *args, **kwargs))
-
-    @property
-    def _step(self) -> int:
-        return int(self._trainer.state.global_step)
+        rng, step = RandomState.capture(self._trainer.accelerator.device), int(self._trainer.state.global_step)
+        return self._healer.call(service, step, rng.restore, functools.partial(function, *args, **kwargs))
 
     def _push(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self._report_pushes()
@@ -284,7 +280,7 @@ class ReportingGuard:
             if isinstance(job, Future) and job.done() and not job.cancelled() and job not in self._reported:
                 self._reported.add(job)
                 if (error := job.exception()) is not None:
-                    self._healer.failed("Hub", self._step, error)
+                    self._healer.failed("Hub", int(self._trainer.state.global_step), error)
 
 
 def is_tracker(callback: Any) -> bool:

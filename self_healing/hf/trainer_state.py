@@ -113,7 +113,7 @@ class Bookkeeper:
         return {name: self._cloned(buffer) for name, buffer in moving}
 
     def _cloned(self, tensor: torch.Tensor) -> torch.Tensor:
-        return with_room(lambda: _clone(tensor), self._device)
+        return with_room(lambda: tensor.detach().clone(), self._device)
 
     def restore_buffers(self, bookkeeping: Bookkeeping) -> None:
         """Puts the buffers a forward pass changes back."""
@@ -123,12 +123,13 @@ class Bookkeeper:
 
     def rewind_step(self, bookkeeping: Bookkeeping) -> None:
         """Goes back to where a step began; what the training loop counts around the step stays."""
-        self._rewind(bookkeeping, _SET_BY_THE_LOOP)
+        self.rewind_counts(bookkeeping)
+        self.restore_buffers(bookkeeping)
         bookkeeping.rng.restore()
 
-    def rewind_counts(self, bookkeeping: Bookkeeping) -> None:
+    def rewind_counts(self, bookkeeping: Bookkeeping, stay: frozenset[str] = _SET_BY_THE_LOOP) -> None:
         """Puts counters and log back as they were; random states and buffers stay."""
-        self._set_counts(bookkeeping, _SET_BY_THE_LOOP)
+        self._set_counts(bookkeeping, stay)
         del self._trainer.state.log_history[bookkeeping.log_length :]
 
     def with_buffers_of_now(self, bookkeeping: Bookkeeping) -> Bookkeeping:
@@ -138,17 +139,12 @@ class Bookkeeper:
     def rewind(self, bookkeeping: Bookkeeping) -> None:
         """Goes back to an earlier moment altogether."""
         trainer = self._trainer
-        self._rewind(bookkeeping, frozenset())
+        self.rewind_counts(bookkeeping, stay=frozenset())
+        self.restore_buffers(bookkeeping)
         trainer._tr_loss.copy_(bookkeeping.running_loss)
         trainer.state.num_input_tokens_seen = bookkeeping.tokens_seen
         trainer.state.total_flos = bookkeeping.total_flos
         bookkeeping.rng.restore()
-
-    def _rewind(self, bookkeeping: Bookkeeping, stay: frozenset[str]) -> None:
-        trainer = self._trainer
-        self._set_counts(bookkeeping, stay)
-        del trainer.state.log_history[bookkeeping.log_length :]
-        self.restore_buffers(bookkeeping)
 
     def _set_counts(self, bookkeeping: Bookkeeping, stay: frozenset[str]) -> None:
         trainer = self._trainer
@@ -203,10 +199,6 @@ class Bookkeeper:
                     attributes[name][mode].update(metrics)
         if "_buffered_inputs" in attributes:
             trainer._buffered_inputs = None
-
-
-def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
 
 
 def _same(before: torch.Tensor | None, now: torch.Tensor) -> bool:
@@ -525,10 +517,13 @@ def preserved(trainer: Trainer) -> Iterator[None]:
     model: Any = trainer.model
     accelerator: Any = trainer.accelerator
     rng = RandomState.capture(accelerator.device)
-    attributes = [_Attributes.of(holder) for holder in _holders(trainer)]
-    held = (*model.parameters(), *model.buffers())
+    attributes = [_noted(holder) for holder in _holders(trainer)]
     # What is offloaded has no values here.
-    tensors = [_Value.of(tensor) for tensor in held if not tensor.is_meta]
+    tensors = [
+        (tensor, tensor.detach().to("cpu", copy=True), tensor.requires_grad)
+        for tensor in (*model.parameters(), *model.buffers())
+        if not tensor.is_meta
+    ]
     stores = {name: copy.deepcopy(getattr(trainer, name)) for name in STORES if name in vars(trainer)}
     state, control = copy.deepcopy(trainer.state), copy.copy(trainer.control)
     moving_parts = [part for part in (trainer.optimizer, trainer.lr_scheduler, accelerator.scaler) if part is not None]
@@ -537,16 +532,19 @@ def preserved(trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         discard_gradients(model)
-        for each in attributes:
-            each.put_back()
-        for value in tensors:
-            value.put_back()
-        for part, content in saved:
-            part.load_state_dict(content)
+        for put_back in attributes:
+            put_back()
+        for tensor, content, requires_grad in tensors:
+            tensor.data.copy_(content)
+            tensor.requires_grad_(requires_grad)
+        for part, kept in saved:
+            part.load_state_dict(kept)
         for name, store in stores.items():
             setattr(trainer, name, store)
         trainer.state, trainer.control = state, control
-        _forget_compiled_code(accelerator)
+        if str(accelerator.state.dynamo_plugin.backend.value) != "NO":
+            # The shapes seen so far decide what is compiled next, and kernels for any shape may round differently.
+            torch._dynamo.reset()
         rng.restore()
 
 
@@ -563,52 +561,25 @@ def _holders(trainer: Trainer) -> list[object]:
     return list({id(holder): holder for holder in found}.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Attributes:
-    """The attributes of one object, and what those of them that are containers hold (hooks, submodules, lists)."""
+def _noted(holder: object) -> Callable[[], None]:
+    """
+    Notes the attributes of an object, and what those of them that are containers hold (hooks, submodules, lists); the
+    function it returns puts that back.
+    """
+    attributes = dict(vars(holder))
+    plain = (dict, OrderedDict, defaultdict, list, set)
+    contents = {name: copy.copy(value) for name, value in attributes.items() if type(value) in plain}
 
-    holder: object
-    attributes: dict[str, Any]
-    contents: dict[str, Any]
-
-    @classmethod
-    def of(cls, holder: object) -> _Attributes:
-        attributes = dict(vars(holder))
-        plain = (dict, OrderedDict, defaultdict, list, set)
-        contents = {name: copy.copy(value) for name, value in attributes.items() if type(value) in plain}
-        return cls(holder, attributes, contents)
-
-    def put_back(self) -> None:
-        now = vars(self.holder)
+    def put_back() -> None:
+        now = vars(holder)
         now.clear()
-        now.update(self.attributes)
-        for name, content in self.contents.items():
-            container = self.attributes[name]
+        now.update(attributes)
+        for name, content in contents.items():
+            container = attributes[name]
             container.clear()
             if isinstance(container, list):
                 container.extend(content)
             else:
                 container.update(content)
 
-
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """What one tensor holds, and whether it is trained."""
-
-    tensor: torch.Tensor
-    content: torch.Tensor
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Value:
-        return cls(tensor, tensor.detach().to("cpu", copy=True), tensor.requires_grad)
-
-    def put_back(self) -> None:
-        self.tensor.data.copy_(self.content)
-        self.tensor.requires_grad_(self.requires_grad)
-
-
-def _forget_compiled_code(accelerator: Any) -> None:
-    """The shapes seen so far decide what is compiled next, and kernels for any shape may round differently."""
-    if str(accelerator.state.dynamo_plugin.backend.value) != "NO":
-        torch._dynamo.reset()
+    return put_back

@@ -194,19 +194,12 @@ class NotGenerated(FloatingPointError):
 class TrainingCall:
     """Calls the trainer's own `training_step`, in passes over its rows where one does not fit."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        replaced: Replacements,
-        hooks: Hooks,
-        heartbeat: Heartbeat,
-        heals_exceptions: bool,
-    ) -> None:
-        self._trainer = trainer
-        self._replaced = replaced
-        self._hooks = hooks
-        self._heartbeat = heartbeat
-        self._heals_exceptions = heals_exceptions
+    def __init__(self, instrument: Any) -> None:
+        self._trainer = instrument.trainer
+        self._replaced: Replacements = instrument.replaced
+        self._hooks: Hooks = instrument.hooks
+        self._heartbeat: Heartbeat = instrument.heartbeat
+        self._heals_exceptions: bool = instrument.heals_exceptions
         self._calls = 0
         self.running = False
         # Told why the weights need not be those of the last step any more.

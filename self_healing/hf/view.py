@@ -57,7 +57,9 @@ class TrainerView:
         self.has_flat_parameters: bool = kind == DistributedType.FSDP and not is_sharded(trainer.model)
         # Whether all ranks take part in each call of the model: accelerate has sharded its weights (FSDP, ZeRO-3), or
         # transformers has while it loaded them.
-        self.sharded: bool = kind == DistributedType.FSDP or is_sharded(trainer.model) or _gathers_weights(trainer)
+        engine = engine_of(trainer)
+        gathers = engine is not None and bool(engine.zero_optimization_partition_weights())
+        self.sharded: bool = kind == DistributedType.FSDP or is_sharded(trainer.model) or gathers
 
     # ---- where the run is ----
 
@@ -281,11 +283,6 @@ def _why_only_watched(trainer: Any) -> str | None:
         why = why_not_healed(engine_of(trainer))
         return None if why is None else f"DeepSpeed runs the backward pass itself, and {why}"
     return None
-
-
-def _gathers_weights(trainer: Any) -> bool:
-    engine = engine_of(trainer)
-    return engine is not None and bool(engine.zero_optimization_partition_weights())
 
 
 def _spreads_rows(trainer: Any) -> bool:

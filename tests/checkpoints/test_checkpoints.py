@@ -152,13 +152,6 @@ def test_the_callback_says_where_it_trains_on_from_what_is_suspect(
     )
 
 
-def test_true_passes_over_what_is_suspect(run: Path, tokenizer: Any, resumed_from_4: dict[str, torch.Tensor]) -> None:
-    set_standing(run / "checkpoint-6", "suspect", "run-001")
-    healer = later(run, tokenizer)
-    healer.train(resume_from_checkpoint=True)
-    assert_same_weights(weights(healer.trainer), resumed_from_4)
-
-
 @pytest.mark.parametrize("place", ["emergency", "last-known-good"])
 def test_true_finds_what_lies_beside_the_regular_ones(
     run: Path, tokenizer: Any, resumed_from_4: dict[str, torch.Tensor], place: str
@@ -211,17 +204,6 @@ def test_auto_starts_anew_in_an_empty_directory(
     assert not [record for record in caplog.records if record.name.startswith("self_healing")]
 
 
-def test_auto_says_so_if_it_starts_anew_over_bad_checkpoints(
-    run: Path, tokenizer: Any, anew: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
-    for step in (2, 4, 6):
-        damage(run / f"checkpoint-{step}", "NaN weight")
-    healer = later(run, tokenizer)
-    healer.train(resume_from_checkpoint="auto")
-    assert_same_weights(weights(healer.trainer), anew)
-    assert f"No checkpoint in {run} can be resumed from; the run starts anew." in caplog.messages
-
-
 @pytest.mark.parametrize("kind", [str, Path])
 def test_a_path_is_taken_if_it_is_usable(
     run: Path, tokenizer: Any, resumed_from_4: dict[str, torch.Tensor], kind: Any
@@ -256,14 +238,6 @@ def test_a_missing_checkpoint_is_told_in_the_words_of_transformers(
         trainer.train(resume_from_checkpoint=requested)
     with pytest.raises(ValueError, match=words.format(requested=requested)):
         SelfHealingTrainer(trainer).train(resume_from_checkpoint=requested)
-
-
-def test_without_a_request_nothing_is_looked_at(run: Path, tokenizer: Any) -> None:
-    healer = later(run, tokenizer)
-    seen = len(journal(run))
-    assert healer.train(resume_from_checkpoint=None).metrics["train_loss"] > 0
-    assert healer.trainer.state.log_history[0]["step"] == 1
-    assert not [event for event in journal(run)[seen:] if event["kind"].startswith("checkpoint_")]
 
 
 # ---- in which order ----
@@ -322,14 +296,6 @@ def test_the_last_good_one_survives_a_long_bad_stretch(tmp_path: Path, tokenizer
     }
     assert standings(tmp_path) == expected
     assert find_trusted_checkpoint(tmp_path) == str(tmp_path / "last-known-good" / "checkpoint-2")
-
-
-def test_a_link_takes_no_space(run: Path) -> None:
-    follow(run, 2)
-    for name in ("model.safetensors", "optimizer.pt", "trainer_state.json"):
-        assert (run / "last-known-good" / "checkpoint-2" / name).samefile(run / "checkpoint-2" / name)
-    marker = "checkpoint-2/healing.json"
-    assert not (run / "last-known-good" / marker).samefile(run / marker)
 
 
 # ---- a step the run comes by a second time ----

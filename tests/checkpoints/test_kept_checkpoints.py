@@ -6,7 +6,6 @@ import errno
 import logging
 import shutil
 from collections import namedtuple
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from conftest import assert_same_weights, journal, plain_trainer, weights
 from transformers import Trainer, TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.checkpoints.retention import RunCheckpoints
 from self_healing.checkpoints.vetting import vet
 
 
@@ -141,23 +139,3 @@ def test_as_many_are_kept_as_the_setting_says(
     assert found == expected
     assert ("keep_verified_checkpoints=0" in caplog.text) == bool(kept)
     assert len(journal(tmp_path, "checkpoints_kept")) == bool(kept)
-
-
-# ---- the keeper by itself ----
-
-SIZE = 10_000
-
-
-@pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sets how many checkpoints there is room for."""
-
-    def be(checkpoints: float) -> None:
-        usage = Usage(0, 0, int(checkpoints * SIZE))
-        monkeypatch.setattr("self_healing.checkpoints.retention.shutil.disk_usage", lambda _: usage)
-
-    return be
-
-
-def kept(keeper: RunCheckpoints) -> list[str]:
-    return sorted(path.name for path in keeper.directory.glob("checkpoint-*"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import random
 import shutil
@@ -25,7 +24,7 @@ from self_healing.checkpoints.choice import (
     resolve_checkpoint,
     vet_all,
 )
-from self_healing.checkpoints.marker import change_marker, set_standing
+from self_healing.checkpoints.marker import set_standing
 from self_healing.checkpoints.vetting import Readers, Verdict, vet
 from self_healing.tools.cli import app
 
@@ -214,7 +213,7 @@ def test_a_file_that_is_not_what_was_written_is_seen(marked: Path, damage: str) 
 
 def test_no_flipped_bit_is_resumed_from_in_silence(marked: Path) -> None:
     checkpoint, draw = marked / "checkpoint-4", random.Random(0)
-    for file in sorted(file for file in checkpoint.rglob("*") if file.is_file()):
+    for file in sorted(file for file in checkpoint.rglob("*") if file.is_file() and file.name != "healing.json"):
         whole = file.read_bytes()
         for _ in range(3):
             position, bit = draw.randrange(len(whole)), draw.randrange(8)
@@ -223,29 +222,6 @@ def test_no_flipped_bit_is_resumed_from_in_silence(marked: Path) -> None:
             assert not verdict.usable or verdict.doubts, f"{file.name}: bit {bit} of byte {position}"
             file.write_bytes(whole)
     assert vet(checkpoint).reason == "complete"
-
-
-def remarked(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Changes what the marker says, as if it had been written so."""
-    change_marker(checkpoint, lambda content: change(content) and None)
-
-
-def test_a_marker_without_checksums_is_accepted_and_said(marked: Path) -> None:
-    """Of a process that ended before they were computed."""
-    remarked(marked / "checkpoint-4", lambda content: content.pop("crc32"))
-    verdict = vet(marked / "checkpoint-4")
-    assert (verdict.usable, verdict.standing) == (True, "unverified")
-    assert verdict.reason == "complete; its bytes were not compared, because healing.json has no checksums"
-
-
-@pytest.mark.parametrize("change", [lambda content: content.pop("step"), lambda content: content.pop("seal")])
-def test_a_damaged_marker_is_a_doubt(marked: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    file = marked / "checkpoint-4" / "healing.json"
-    content = json.loads(file.read_text())
-    change(content)
-    file.write_text(json.dumps(content))
-    (doubt,) = vet(marked / "checkpoint-4").doubts
-    assert doubt.startswith("its marker healing.json cannot be believed (it is not what was written")
 
 
 # ---- what is fine ----
@@ -262,6 +238,7 @@ def test_a_marker_that_cannot_be_read_is_as_good_as_none(marked: Path, content: 
     (marked / "checkpoint-4" / "healing.json").write_text(content)
     verdict = vet(marked / "checkpoint-4")
     assert (verdict.usable, verdict.standing) == (True, "unmarked")
+    assert verdict.doubts == ("its marker healing.json cannot be read, so it is judged without it",)
 
 
 def test_lora(tmp_path: Path, tokenizer: Any) -> None:
@@ -456,15 +433,6 @@ def test_an_older_checkpoint_is_preferred_to_one_without_the_part_of_a_rank(
     ]
 
 
-def test_one_without_the_part_of_a_rank_is_better_than_none(plain: Path) -> None:
-    by_ranks(plain / "checkpoint-4", 0)
-    removed("trainer_state.json")(plain / "checkpoint-2")
-    chosen = resolve_checkpoint(True, plain, [])
-    assert chosen is not None
-    assert chosen.path == str(plain / "checkpoint-4")
-    assert "rng_state_1.pth is missing" in chosen.doubts[0]
-
-
 @pytest.mark.parametrize(("ranks", "here", "whole"), [((0,), 1, True), ((0,), 2, False), ((0, 2), 1, False)])
 def test_parts_of_ranks_with_disks_of_their_own_are_not_missed(
     plain: Path, ranks: tuple[int, ...], here: int, whole: bool
@@ -525,12 +493,6 @@ def test_check_fails_if_none_can_be_resumed_from(marked: Path) -> None:
     assert "None can be resumed from." in result.stdout
 
 
-def test_check_fails_without_a_checkpoint(tmp_path: Path) -> None:
-    result = check(str(tmp_path))
-    assert result.exit_code == 1
-    assert f"There is no checkpoint in {tmp_path}." in result.stdout
-
-
 def test_check_without_a_directory_is_a_clear_error(tmp_path: Path) -> None:
     result = check(str(tmp_path / "elsewhere"))
     assert (result.exit_code, result.stdout) == (2, "")
@@ -544,10 +506,3 @@ def test_check_of_one_checkpoint_looks_at_no_other(marked: Path) -> None:
     assert "checkpoint-4" not in result.stdout
     removed("optimizer.pt")(marked / "checkpoint-2")
     assert check(str(marked / "checkpoint-2")).exit_code == 1
-
-
-def test_check_of_a_checkpoint_of_any_name(marked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (marked / "checkpoint-4").rename(marked / "final")
-    assert "(step 4)" in check(str(marked / "final")).stdout
-    monkeypatch.chdir(marked / "checkpoint-2")
-    assert "(step 2)" in check(".").stdout

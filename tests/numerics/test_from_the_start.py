@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.hf.engine import watching_outputs
+from self_healing.hf.engine import StepEngine
 
 
 def ending(trainer: Any, output_dir: Path) -> dict[str, Any]:
@@ -57,7 +58,8 @@ class Broken(nn.Module):
 def test_a_module_inside_of_a_compiled_model_is_named() -> None:
     compiled: Any = torch.compile(Broken(), backend="eager")
     compiled(torch.ones(1, 2))
-    with watching_outputs({"": compiled}) as found:
+    engine: Any = SimpleNamespace(_models_by_name=lambda: {"": compiled})
+    with StepEngine.watching_outputs(engine) as found:
         compiled(torch.ones(1, 2))
     assert found[0].names == ("second",)
 

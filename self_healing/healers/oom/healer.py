@@ -362,7 +362,7 @@ class MemoryHealer(Healer):
             return self._end_the_job(ran_out)
         if not undone:
             self.run.healers.heal_interrupted_step(context)
-        if self._attempts == 3 and instrument.optimizer_step.update_one_by_one():
+        if self._attempts == 3 and instrument.optimizer_step.one_by_one.switch_on():
             context.incident.figures.append("weights are updated one by one from here on (foreach=False)")
         elif self._attempts >= 3:
             self._stop(context, ran_out)
