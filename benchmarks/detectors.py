@@ -245,14 +245,14 @@ class Ours:
     ) -> None:
         self.wanted = wanted
         self.tried_out = tried_out
-        self.panel = DetectorPanel(apply=set(apply) - {"plateau"}, vocabulary=32_000)
+        self.panel = DetectorPanel(apply=apply, vocabulary=32_000)
         self.panel.loss_spike.threshold *= factor
         self.panel.gradient_spike.threshold *= factor
         self.panel.gradient_trend.reject_above *= factor
         self.panel.divergence = DivergenceDetector(
             limit=11.0 * factor, vocabulary=32_000 if "above_chance" in self.panel.apply else None
         )
-        self.panel.co_spike.threshold *= factor
+        self.panel.co_spike_z *= factor
         self.nonfinite = NonFiniteDetector()
         self.rises = 0
 

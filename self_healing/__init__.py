@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .failures.recipes import Action as Action
     from .failures.recipes import FailureType as FailureType
     from .failures.recipes import Recipe as Recipe
+    from .failures.recipes import Target as Target
     from .failures.recipes import UnrecoverableTrainingError as UnrecoverableTrainingError
     from .healers.dry_run import DryRunReport as DryRunReport
     from .healers.inspection import Finding as Finding
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from .journal.incident import Incident as Incident
     from .report.healing_report import HealingReport as HealingReport
     from .rollback.ring import SnapshotRing as SnapshotRing
-    from .rollback.rollback import Target as Target
     from .rollback.snapshots import Snapshot as Snapshot
     from .run.healer import HealingContext as HealingContext
     from .tools.replay import ReplayReport as ReplayReport
@@ -66,7 +66,7 @@ _MODULE_OF = {
     "Snapshot": "rollback.snapshots",
     "SnapshotRing": "rollback.ring",
     "StepSignals": "hf.objective",
-    "Target": "rollback.rollback",
+    "Target": "failures.recipes",
     "UnrecoverableTrainingError": "failures.recipes",
     "ZClip": "healers.numerics.clipping",
     "check_data_quality": "healers.inspection",

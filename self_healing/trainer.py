@@ -24,7 +24,6 @@ from .failures.classify import add_note, classify_exception, describe_exception
 from .failures.recipes import (
     FAILURE_RECIPES,
     Action,
-    DamagedCheckpointError,
     FailureType,
     HealingFailed,
     UnrecoverableTrainingError,
@@ -296,9 +295,6 @@ class SelfHealingTrainer:
                 resume_from = self._start_from_disk(recovery.run, error)
                 entry_rng.restore()
                 continue
-            except DamagedCheckpointError as error:
-                entry = recovery.leave_damaged_checkpoint(error)
-                let_go(error)
             except (UnrecoverableTrainingError, KeyboardInterrupt, SystemExit, GeneratorExit):
                 raise
             except BaseException as error:
@@ -488,41 +484,15 @@ class Recovery:
             add_note(self.cause, f"self_healing: {_failed_at_entry(error)}.")
         return entry
 
-    def leave_damaged_checkpoint(self, error: DamagedCheckpointError) -> NextEntry:
-        """Goes back to an older checkpoint, with the learning rate as it was: the steps since then are done again."""
-        step = self._step
-        logger.warning(
-            "The run has failed since it was resumed; the same batch is fine with %s. Training goes on from there.",
-            error.older,
-        )
-        error.incident.steps_repeated = max(step - step_of(error.older, default=step), 0)
-        self.run.journal.acted(error.incident, Action.RESUME.value, checkpoint=error.older)
-        return NextEntry(error.incident, error.older)
-
     def prepare(self, entry: NextEntry) -> None:
         """Does what comes before `train()` is entered again, with the trainer given back: waits, and tells of it."""
         run, incident = self.run, entry.incident
-        if incident.failure is FailureType.DAMAGED_CHECKPOINT:
-            self._start_over(entry.resume_from, step_of(entry.resume_from, default=0))
         opened = run.dealing_with(incident)
         if entry.wait:
             run.remedies.apply(Action.WAIT_AND_RESUME, HealingContext(incident), self._trainer.args)
             if run.asked_to_leave is not None:
                 run.part(Preemption).leave(self._step, self._output_dir)
         opened.done()
-
-    def _start_over(self, checkpoint: str, step: int) -> None:
-        """
-        Forgets what was learned from the damaged checkpoint that was resumed from; it is read from an older one when
-        `train()` is entered the next time, as a new process would.
-        """
-        run = self.run
-        run.outcomes.nothing_lost_since(step)
-        run.rollback.start_over()
-        run.part(NumericsState).forget()
-        run.outcomes.trust_again()
-        run.stop_incident = None
-        run.part(Attempts).begin_from_older(checkpoint, step)
 
     # ---- whose it is, and what cures it ----
 

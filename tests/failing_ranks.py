@@ -27,7 +27,7 @@ from two_processes import digest_of
 from two_sharded_processes import whole
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.healers.numerics.loss import StepObserver
+from self_healing.healers.numerics.loss import AppliedSteps
 from self_healing.hf.reentry import Reentry
 from self_healing.hf.state import local
 from self_healing.hf.step import StepRecord
@@ -165,7 +165,7 @@ def before_the_vote(directory: Path, rank: int) -> dict[str, Any]:
 
 
 def after_the_vote(directory: Path, rank: int) -> dict[str, Any]:
-    return code_of_ours(directory, rank, StepObserver, "take_in")
+    return code_of_ours(directory, rank, AppliedSteps, "take_in")
 
 
 def snapshot_without_memory(directory: Path, rank: int) -> dict[str, Any]:

@@ -168,7 +168,6 @@ def test_settings_that_are_named_exist() -> None:
         "on_instability",
         "save_model",
         "save_pretrained",
-        "loss_before",
         "loss_after",
         "lr_reductions",
         "snapshot_refused",

@@ -139,7 +139,7 @@ def main(directory: Path) -> None:
             max_steps=24,
             gradient_accumulation_steps=1,
         )
-        with patch.multiple(replicas, _FEWEST_STEPS=every, _MOST_STEPS=every):
+        with patch.object(replicas, "_EVERY", every):
             trainer.train()
         results[name] = {
             "weights": digest(trainer),
@@ -167,7 +167,7 @@ def main(directory: Path) -> None:
         )
         results[name] = {"ended": ""}
         # On a busy machine reading was seen to take long, so that the next comparison was that of the last step.
-        with patch.object(replicas, "_MOST_STEPS", 10):
+        with patch.object(replicas, "_EVERY", 10):
             try:
                 trainer.train()
             except UnrecoverableTrainingError as error:
@@ -469,7 +469,7 @@ def flips(directory: Path) -> None:
             gradient_accumulation_steps=1,
         )
         # How often they are compared is chosen by what it costs, which is up to how busy the machine is.
-        with patch.object(replicas, "_MOST_STEPS", 10):
+        with patch.object(replicas, "_EVERY", 10):
             trainer.train()
         found = journal(directory / str(seed), "diagnosed") if rank == 0 else []
         named = found[-1]["evidence"].get("odd_ranks") if found else None

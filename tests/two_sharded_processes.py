@@ -279,7 +279,7 @@ class Runs:
                 return strike
 
             # How often they are compared is chosen by what it costs, which is up to how busy the machine is.
-            with patch.object(replicas, "_MOST_STEPS", 10):
+            with patch.object(replicas, "_EVERY", 10):
                 self.run(f"{variant}_{name}", fault, **same)
             found = journal(self._directory / f"{variant}_{name}", "diagnosed") if self.rank == 0 else []
             self.results[f"{variant}_{name}"]["named"] = [event["evidence"].get("odd_ranks") for event in found][-1:]

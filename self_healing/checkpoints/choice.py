@@ -20,12 +20,8 @@ from ..system.files import EMERGENCY_DIR, PINNED_DIR
 from .marker import (
     checkpoints_in,
     load_marker,
-    number_of,
-    set_standing,
-    share_files,
     speaks_for,
     standing_of,
-    step_of,
 )
 from .vetting import ON_ONE_DISK, Readers, Verdict, breach_of_marker, vet
 
@@ -198,30 +194,6 @@ def newest_marked_checkpoint_of(run: str, output_dir: str) -> str | None:
         if marker is not None and marker["run"] == run and speaks_for(marker):
             return str(checkpoint)
     return None
-
-
-def older_checkpoints(than: str, output_dir: str) -> Iterator[str]:
-    """
-    Yields the checkpoints of the same run that can be resumed from instead, the newest first; not hard links to the
-    same files, as `last-known-good/` holds them.
-    """
-    newest = Path(than)
-    run, step = (load_marker(newest) or {}).get("run"), step_of(than, default=number_of(newest) or 0)
-    for checkpoint in checkpoints_in(output_dir):
-        number = number_of(checkpoint)
-        of_the_run = number is not None and number <= step and (load_marker(checkpoint) or {}).get("run") == run
-        if of_the_run and not share_files(checkpoint, newest) and vet(checkpoint).usable:
-            yield str(checkpoint)
-
-
-def mark_suspect(checkpoint: str, output_dir: str, incident: str) -> None:
-    """Marks a damaged checkpoint, and with it every one that has its files."""
-    damaged = Path(checkpoint)
-    for each in [damaged, *(other for other in checkpoints_in(output_dir) if share_files(other, damaged))]:
-        try:
-            set_standing(each, "suspect", incident)
-        except OSError:
-            logger.warning("%s could not be marked as suspect.", each, exc_info=True)
 
 
 # ---- where new ones are to be written ----

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -37,7 +37,6 @@ class FailureType(StrEnum):
     CORRUPTED_STATE = "corrupted_state"
     CORRUPTED_COPY = "corrupted_copy"
     REPLICAS_DIFFER = "replicas_differ"
-    DAMAGED_CHECKPOINT = "damaged_checkpoint"
     SPIKE_TRANSIENT = "spike_transient"
     GRADIENT_SPIKE = "gradient_spike"
     LOSS_SPIKE = "loss_spike"
@@ -149,8 +148,58 @@ IN_PLACE = frozenset(
 ASKS_FOR_A_NEW_RUN = frozenset({FailureType.LEARNING_RATE, FailureType.DIVERGENCE, FailureType.NONFINITE_NUMERICAL})
 
 
-# They look at a run, and leave it as it is.
-INSPECTIONS = frozenset({Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY})
+class Target(StrEnum):
+    """The states that a run can go back to."""
+
+    NEWEST = "newest"
+    OLDER = "older"
+    INITIAL = "initial"
+    DISK = "disk"
+
+
+class Given(StrEnum):
+    """What has to hold for a rung to be tried."""
+
+    # Something was seen in steps that are applied, and what has caused it is not known.
+    CAUSE_UNKNOWN = "cause unknown"
+    # Fewer steps in a row were left out without an explanation than `nan_patience`.
+    PATIENCE_LEFT = "patience left"
+    # Of a step that was computed again because of its gradient.
+    NOT_FINITE_AGAIN = "not finite again"
+    LOSS_USUAL = "loss usual"
+    NORM_KNOWN = "usual norm known"
+    SKIPS_LEFT = "skips left"
+    # The run has only just begun, or it has not.
+    EARLY = "early"
+    LATE = "late"
+    # The learning rate may be reduced once more; or it never may.
+    RATE_LEFT = "rate left"
+    RATE_FIXED = "rate fixed"
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """
+    Remedies that are tried together.
+
+    Args:
+        actions (`tuple[Action, ...]`):
+            The remedies, in their order.
+        target ([`Target`], *optional*, defaults to `Target.NEWEST`):
+            Which state to go back to, for `ROLL_BACK`.
+        given (`tuple[Given, ...]`, *optional*):
+            The rung is passed over where one of these does not hold.
+        once (`bool`, *optional*, defaults to `False`):
+            Whether the same failure takes a later rung when it comes again.
+        failure ([`FailureType`], *optional*):
+            What the failure turns out to be where this rung is reached.
+    """
+
+    actions: tuple[Action, ...]
+    target: Target = Target.NEWEST
+    given: tuple[Given, ...] = ()
+    once: bool = False
+    failure: FailureType | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +210,9 @@ class Recipe:
     Args:
         diagnosis (`str`):
             What it means, for a person.
-        ladder (`tuple[Action, ...]`):
-            Remedies in the order they are first tried. Not every one is for every run: which there are depends on the
-            settings, and on what can be done at the time. A rung further up takes earlier ones again (back to a
-            trusted state, and from there with a lower rate).
+        ladder (`tuple[Action | Rung, ...]`):
+            Remedies in the order they are tried; an action stands for a rung of its own. Not every one is for every
+            run: which there are depends on the settings, and on what can be done at the time.
         advice (`str`):
             What to do when the ladder is spent.
         severity (`str`):
@@ -174,25 +222,62 @@ class Recipe:
     """
 
     diagnosis: str
-    ladder: tuple[Action, ...]
+    ladder: tuple[Action | Rung, ...]
     advice: str
     severity: str
     references: tuple[str, ...] = ()
 
     @property
-    def inspections(self) -> tuple[Action, ...]:
-        """The rungs that look at data and model, and leave the run as it is."""
-        return tuple(action for action in self.ladder if action in INSPECTIONS)
+    def rungs(self) -> tuple[Rung, ...]:
+        """The rungs of the ladder."""
+        return tuple(each if isinstance(each, Rung) else Rung((each,)) for each in self.ladder)
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The remedies on the ladder, in the order in which they are first tried."""
+        return tuple(dict.fromkeys(action for rung in self.rungs for action in rung.actions))
 
     @property
     def reentry(self) -> Action | None:
         """The rung that enters `train()` again after an exception; `None` for a failure that ends the run."""
-        return next((action for action in self.ladder if action in (Action.WAIT_AND_RESUME, Action.RESUME)), None)
+        return next((action for action in self.actions if action in (Action.WAIT_AND_RESUME, Action.RESUME)), None)
 
     @property
     def saves_first(self) -> bool:
         """Whether an emergency checkpoint is written before the run is entered again, or ends."""
-        return Action.EMERGENCY_CHECKPOINT in self.ladder
+        return Action.EMERGENCY_CHECKPOINT in self.actions
+
+
+# ---- ladders of rollbacks ----
+
+
+# Back to a trusted state; the step in hand is one of those that going back loses.
+_BACK = (Action.ROLL_BACK, Action.SKIP_STEP)
+# If the steps since then can be applied again and all is well, none is lost.
+_BACK_AND_AGAIN = (Action.ROLL_BACK, Action.REPLAY_STEPS)
+_LOWER = (*_BACK, Action.REDUCE_LEARNING_RATE)
+# They look at a run, and leave it as it is: when nothing helps, the data or the model were often wrong from the start.
+INSPECTIONS = (Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY)
+# Ends a run: what it has is saved, to be resumed once somebody knows better.
+THE_END = (Action.EMERGENCY_CHECKPOINT, Action.STOP)
+
+_FURTHER_BACK = (
+    Rung(_BACK_AND_AGAIN, once=True),
+    Rung(_BACK, Target.OLDER, once=True),
+    Rung(_BACK, Target.DISK, once=True),
+)
+_FURTHER_BACK_AT_ONE_RATE = tuple(replace(rung, given=(Given.RATE_FIXED,)) for rung in _FURTHER_BACK)
+_FROM_THE_BEGINNING = Rung(_LOWER, Target.INITIAL, given=(Given.EARLY, Given.RATE_LEFT))
+_LOWER_RATES = (
+    _FROM_THE_BEGINNING,
+    Rung(_LOWER, given=(Given.RATE_LEFT,), once=True),
+    Rung(_LOWER, Target.OLDER, given=(Given.RATE_LEFT,), once=True),
+    Rung(_LOWER, given=(Given.RATE_LEFT,)),
+)
+_RATE_IN_VAIN = Rung((*_BACK, *INSPECTIONS, *THE_END), failure=FailureType.LEARNING_RATE)
+
+
+# ---- recipes ----
 
 
 # One table, not one for each family: journal, postmortem and claims lie below the families and read it, so that it
@@ -209,11 +294,9 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     FailureType.NONFINITE_POISON_ROWS: Recipe(
         diagnosis="These rows make the loss or the gradient non-finite on their own, every time; the others do not.",
         ladder=(
-            Action.QUARANTINE_ROWS,
-            Action.DROP_ROWS,
+            Rung((Action.QUARANTINE_ROWS, Action.DROP_ROWS)),
             Action.SKIP_STEP,
-            Action.EMERGENCY_CHECKPOINT,
-            Action.STOP,
+            Rung(THE_END),
         ),
         advice="Look at the rows in quarantine.jsonl: masked labels, broken characters, extreme lengths or values.",
         severity="warning",
@@ -222,12 +305,14 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         diagnosis="Computing the step again did not cure it, weights and optimizer state are finite, and the data do "
         "not explain it: the computation overflows.",
         ladder=(
-            Action.SKIP_STEP,
-            Action.ROLL_BACK,
-            Action.REPLAY_STEPS,
-            Action.REDUCE_LEARNING_RATE,
-            Action.EMERGENCY_CHECKPOINT,
-            Action.STOP,
+            Rung((Action.SKIP_STEP,), given=(Given.PATIENCE_LEFT,)),
+            *_FURTHER_BACK_AT_ONE_RATE,
+            _FROM_THE_BEGINNING,
+            Rung(_LOWER, given=(Given.RATE_LEFT,), once=True),
+            Rung(_LOWER, Target.OLDER, given=(Given.RATE_LEFT,), once=True),
+            Rung(_LOWER, Target.DISK, given=(Given.RATE_LEFT,)),
+            # The steps were left out, so the weights are as good as they were.
+            Rung((*INSPECTIONS, *THE_END), failure=FailureType.LEARNING_RATE),
         ),
         advice="Begin a new run from the weights of a checkpoint well before it (`from_pretrained`; a resume would "
         "take the rate from the checkpoint) with a lower learning rate, or in bf16 or fp32 instead of "
@@ -237,7 +322,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     FailureType.NONFINITE_FROM_THE_START: Recipe(
         diagnosis="The computation is not finite, and no update has changed the weights yet. So the cause is the "
         "model, the precision it computes in, or the data, and neither the learning rate nor the optimizer.",
-        ladder=(Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY, Action.STOP),
+        ladder=(Rung((*INSPECTIONS, Action.STOP)),),
         advice="Look at the place named as the first that is not finite: weights converted to a type with too small a "
         "range (fp16 ends at 65504: load the model in bf16 or fp32), a layer or a loss with log(0) or a division by "
         "zero, features that are NaN, labels that are all masked. Another learning rate does not help.",
@@ -245,19 +330,13 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     ),
     FailureType.NONFINITE_UNDIAGNOSED: Recipe(
         diagnosis="Loss or gradient norm is not finite; the cause was not looked for.",
-        ladder=(Action.SKIP_STEP, Action.EMERGENCY_CHECKPOINT, Action.STOP),
+        ladder=(Action.SKIP_STEP, Rung(THE_END)),
         advice="Set on_nonfinite='heal' to have the cause found.",
         severity="warning",
     ),
     FailureType.CORRUPTED_STATE: Recipe(
         diagnosis="Weights, buffers or optimizer state hold NaN or Inf: every further step would be lost.",
-        ladder=(
-            Action.ROLL_BACK,
-            Action.REPLAY_STEPS,
-            Action.SKIP_STEP,
-            Action.EMERGENCY_CHECKPOINT,
-            Action.STOP,
-        ),
+        ladder=(*_FURTHER_BACK, Rung((*_BACK, *THE_END))),
         advice="Resume from the newest checkpoint that `self-healing check` finds good. If it comes back, test the "
         "device (dcgmi diag, memory test) and look for code that writes into the weights.",
         severity="warning",
@@ -272,18 +351,11 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     FailureType.REPLICAS_DIFFER: Recipe(
         diagnosis="The ranks do not train the same weights any more, though each has applied the same updates: those "
         "of one were changed from outside, in memory or by code.",
-        ladder=(Action.ROLL_BACK, Action.REPLAY_STEPS, Action.SKIP_STEP, Action.STOP),
+        ladder=(Rung(_BACK_AND_AGAIN), Action.STOP),
         advice="Test the device of the rank that is named (dcgmi diag, memory test, ECC counters), and take it out if "
         "it is named again; look for code that writes into the weights on some ranks only.",
         severity="warning",
         references=("https://arxiv.org/abs/2102.11245",),
-    ),
-    FailureType.DAMAGED_CHECKPOINT: Recipe(
-        diagnosis="The run has failed since it was resumed, and the same batch is fine with an older checkpoint: the "
-        "one it was resumed from is damaged, though it is complete and finite.",
-        ladder=(Action.RESUME, Action.STOP),
-        advice="Resume from the older checkpoint, and look at the disk or the file system the damaged one lay on.",
-        severity="warning",
     ),
     FailureType.SPIKE_TRANSIENT: Recipe(
         diagnosis="The gradient was far above normal, and normal when the same micro-batches were computed again from "
@@ -297,11 +369,14 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         diagnosis="The gradient norm was far above what is normal in this run: because of the batch, or of where the "
         "weights are now.",
         ladder=(
-            Action.SKIP_STEP,
-            Action.CLIP_GRADIENT,
+            Rung((Action.SKIP_STEP,), given=(Given.NOT_FINITE_AGAIN,)),
+            # A spike of the gradient alone is cut to size. With the loss, the batch had better be left out, but not
+            # often: where such batches come again and again, they are part of the data.
+            Rung((Action.CLIP_GRADIENT,), given=(Given.LOSS_USUAL, Given.NORM_KNOWN)),
+            Rung((Action.SKIP_STEP,), given=(Given.SKIPS_LEFT,)),
+            Rung((Action.CLIP_GRADIENT,), given=(Given.NORM_KNOWN,)),
             Action.USE_REEXECUTED_STEP,
-            Action.EMERGENCY_CHECKPOINT,
-            Action.STOP,
+            Rung(THE_END),
         ),
         advice="One spike is nothing to worry about. If they come often, set zclip_mode='clip', lower the learning "
         "rate or max_grad_norm, and look at the batches in incidents/.",
@@ -319,14 +394,11 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     FailureType.DIVERGENCE: Recipe(
         diagnosis="The loss has risen and stays up: the weights are getting worse.",
         ladder=(
-            Action.HOLD_CHECKPOINTS,
-            Action.ROLL_BACK,
-            Action.REPLAY_STEPS,
-            Action.SKIP_STEP,
-            Action.REDUCE_LEARNING_RATE,
-            Action.RESET_MOMENTS,
-            Action.EMERGENCY_CHECKPOINT,
-            Action.STOP,
+            Rung((Action.HOLD_CHECKPOINTS,), given=(Given.CAUSE_UNKNOWN,)),
+            Rung(_BACK_AND_AGAIN, given=(Given.LATE,), once=True),
+            *_LOWER_RATES,
+            Rung((*_BACK, Action.RESET_MOMENTS), given=(Given.LATE,), once=True),
+            _RATE_IN_VAIN,
         ),
         advice="Begin a new run from the weights of a checkpoint well before it (`from_pretrained`), with half the "
         "learning rate or a longer warm-up; a resume would take the rate from the checkpoint.",
@@ -351,14 +423,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     ),
     FailureType.LEARNING_RATE: Recipe(
         diagnosis="The loss diverged again after every reduction of the learning rate that is allowed.",
-        ladder=(
-            Action.ROLL_BACK,
-            Action.SKIP_STEP,
-            Action.CHECK_MODEL_INIT,
-            Action.CHECK_DATA_QUALITY,
-            Action.EMERGENCY_CHECKPOINT,
-            Action.STOP,
-        ),
+        ladder=(_RATE_IN_VAIN,),
         advice="Begin a new run with a learning rate well below the last one that was tried, or a longer warm-up (a "
         "resume would take the rate from the checkpoint). If that one "
         "was already low for a model like this, it is not the rate: look at what the checks of data and model say, "
@@ -375,7 +440,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     ),
     FailureType.VANISHING_GRADIENT: Recipe(
         diagnosis="The gradient norm has been practically zero for many steps: nothing is learned.",
-        ladder=(Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY),
+        ladder=(Rung(INSPECTIONS),),
         advice="Check that the loss depends on parameters that are trained (requires_grad, adapters, frozen layers), "
         "that labels are not all masked, and that the learning rate has not decayed to zero. A loss as low as it can "
         "be (0 for a hinge loss) has no gradient either: then everything is learned, and you can end the run.",
@@ -384,7 +449,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     FailureType.DEAD_LOSS: Recipe(
         diagnosis="The loss has been exactly 0.0 for many steps: no token counts in it. That is a wiring bug; a model "
         "that has learned everything has a small loss that is never the same.",
-        ladder=(Action.CHECK_DATA_QUALITY, Action.STOP),
+        ladder=(Rung((Action.CHECK_DATA_QUALITY, Action.STOP)),),
         advice="Look at one batch: are all labels -100 (a chat template without generation markers, "
         "completion_only_loss on data without completions, a response template that is never found, prompts longer "
         "than max_length)? Set on_red_flag='warn' if 0.0 is right for your loss.",
@@ -393,7 +458,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     FailureType.NEVER_LEARNED: Recipe(
         diagnosis="The loss has never been clearly better than that of guessing every token, and has stopped falling: "
         "nothing has been learned. The run goes on, because only you know what it is meant to learn.",
-        ladder=(Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY),
+        ladder=(Rung(INSPECTIONS),),
         advice="Look at one batch, decoded, with its labels: do they belong to the inputs (shifted twice, shuffled, "
         "of another tokenizer)? Check that the parameters you mean to train have requires_grad and are in the "
         "optimizer, and that the learning rate is neither near 0 (a warm-up of thousands of steps) nor so high that "
@@ -403,12 +468,9 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     FailureType.RED_FLAG: Recipe(
         diagnosis="A metric is outside of its healthy range, and has been for long enough to mean something.",
         ladder=(
-            Action.ROLL_BACK,
-            Action.REPLAY_STEPS,
-            Action.SKIP_STEP,
-            Action.REDUCE_LEARNING_RATE,
-            Action.EMERGENCY_CHECKPOINT,
-            Action.STOP,
+            *_FURTHER_BACK_AT_ONE_RATE,
+            *_LOWER_RATES,
+            _RATE_IN_VAIN,
         ),
         advice="Follow the remedy of the rule (`self-healing rules` prints them all); change or switch off a "
         "rule that does not fit your run in a TOML file of your own (rules_file).",
@@ -584,15 +646,6 @@ class HealingFailed(RuntimeError):
     def on_rank(cls, rank: int, step: int, error: BaseException) -> HealingFailed:
         what = f"{type(error).__name__}: {error}"
         return cls(f"self_healing failed on rank {rank} at step {step} ({what}). {cls.remedy}")
-
-
-class DamagedCheckpointError(UnrecoverableTrainingError):
-    """Ends an entry whose checkpoint is damaged; the run can be entered again from an older one."""
-
-    def __init__(self, incident: Any, older: str) -> None:
-        super().__init__(f"go on from {older}", failure=FailureType.DAMAGED_CHECKPOINT)
-        self.incident = incident
-        self.older = older
 
 
 class NonFiniteReward(Exception):

@@ -117,7 +117,7 @@ def load_state(run: Run, state: Mapping[str, Any]) -> None:
 def _parts_with_state(run: Run) -> dict[str, Any]:
     numerics = run.part(NumericsState)
     return numerics.detectors() | {
-        "policy": numerics.policy,
+        "limits": numerics.limits,
         "quarantine": run.part(Quarantine),
         "learning_rate": numerics.learning_rate,
         "budget": run.budget,

@@ -120,7 +120,6 @@ def _take_in(run: Run, rules: Sequence[MetricRule], resumed_from: str | None, sa
         attempts.first_resume = None if attempts.in_memory(resumed_from) else resumed_from
         numerics.learning_rate.begin(int(state.max_steps), instrument.view.beta2)
         numerics.missing.begin(step)
-        numerics.resumed_from, numerics.on_trial = resumed_from, resumed_from is not None
     else:
         numerics.go_on_counting(step, healing_state_of(state.stateful_callbacks) or {})
     attempts.enter()

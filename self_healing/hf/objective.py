@@ -29,7 +29,6 @@ _OFFLINE = ANY_POSITIVE_LOSS | {
     "gradient_spike",
     "gradient_explosion",
     "vanishing_gradient",
-    "plateau",
     "slow_rise",
 }
 # ln(vocabulary) bounds a mean cross-entropy per token, and nothing else; exactly 0 is wrong for it, and only for it.
@@ -51,8 +50,7 @@ BY_CLASS_NAME = {
     ),
 }
 # The Trainer's own loss is most often a cross-entropy, but need not be: exactly 0 may be right for it.
-# Overfitting is a metric rule for the objectives of TRL, with a remedy; here there is none.
-GENERIC = Objective("generic", detectors=_OFFLINE | {"above_chance", "never_learned", "overfitting"})
+GENERIC = Objective("generic", detectors=_OFFLINE | {"above_chance", "never_learned"})
 UNKNOWN = Objective("unknown", detectors=ANY_POSITIVE_LOSS)
 
 

@@ -188,7 +188,6 @@ _SEEN = {
     "nonfinite_weights": "NaN/Inf in model state",
     "co_spike": "loss and gradient spike",
     "divergence": "loss diverged",
-    "second_rise": "loss rose again",
     "NonFiniteReward": "NaN/Inf reward",
     "dead_loss": "loss is exactly 0.0",
     "vanishing_gradient": "gradient vanished",
@@ -211,7 +210,8 @@ _NO_CAUSE = frozenset({Cause.UNKNOWN, Cause.NOT_LOOKED_FOR})
 _SAID_BY = {"nonfinite_state": Cause.CORRUPTED_STATE, "divergence": Cause.WEIGHTS}
 _CAUSES: dict[str, str] = {Cause.WEIGHTS: "worse weights"}
 # Steps on the way, left out where something was done in the end.
-_ON_THE_WAY = INSPECTIONS | {
+_ON_THE_WAY = {
+    *INSPECTIONS,
     Action.RETRY_CALL,
     Action.FREE_MEMORY,
     Action.WRITE_STACKS,

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch.distributed
 
 from ..failures.classify import classify_exception, comes_from_a_collective, describe_exception
-from ..failures.recipes import DamagedCheckpointError, FailureType, UnrecoverableTrainingError
+from ..failures.recipes import FailureType, UnrecoverableTrainingError
 from ..system import processes
 from . import votes
 
@@ -93,8 +93,7 @@ class Failure:
     @property
     def for_good(self) -> bool:
         """Whether the run is not to be started again by itself."""
-        ends_one_process = (FailureType.DAMAGED_CHECKPOINT, FailureType.INTERRUPTED)
-        return self.exit_code == _UNRECOVERABLE and self.failure not in ends_one_process
+        return self.exit_code == _UNRECOVERABLE and self.failure is not FailureType.INTERRUPTED
 
     @property
     def whose(self) -> str:
@@ -115,7 +114,7 @@ class Failure:
 
 def failure_of(error: BaseException, rank: int, step: int, section: str) -> Failure | None:
     """Makes a failure of an exception that leaves `train()`."""
-    if isinstance(error, (DamagedCheckpointError, GeneratorExit)):
+    if isinstance(error, GeneratorExit):
         return None
     text = " ".join(describe_exception(error).split())[:_LONGEST]
     failure, patience, code = classify_exception(error), 0.0, None

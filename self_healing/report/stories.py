@@ -229,7 +229,7 @@ def _shown(value: Any) -> str:
 
 
 def tell_notices(events: Iterable[Event]) -> list[Entry]:
-    """Tells what is worth knowing though it needed no action: a plateau, a checkpoint passed over."""
+    """Tells what is worth knowing though it needed no action: a high loss, a checkpoint passed over."""
     noticed = [event for event in events if event["kind"] == "noticed" or event["kind"] in _NOTICED]
     return [_notice(event) for event in noticed]
 

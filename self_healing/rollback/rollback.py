@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..checkpoints.marker import missing_steps_in, number_of, step_of
 from ..checkpoints.retention import RunCheckpoints
 from ..config.healing_config import HealingConfig
 from ..failures.classify import classify_exception, describe_exception
-from ..failures.recipes import FailureType, TrainingFault
+from ..failures.recipes import FailureType, Target, TrainingFault
 from ..hf.adapter import Instrument
 from ..hf.experiments import EarlierSteps
 from ..hf.memory import free_memory, is_out_of_memory, let_go, with_room
@@ -33,15 +32,6 @@ logger = logging.getLogger("self_healing")
 
 
 # ---- went back: names the states a run can go back to, and records what going back did ----
-
-
-class Target(StrEnum):
-    """The states that a run can go back to."""
-
-    NEWEST = "newest"
-    OLDER = "older"
-    INITIAL = "initial"
-    DISK = "disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +102,6 @@ class Rollback:
         """Gives all host memory back."""
         self.states.release()
         self._gone_back_to = None
-
-    def start_over(self) -> None:
-        """Forgets all states, and what is on disk of them: the run goes on as a new process would."""
-        self.release()
-        self._begin_anew()
 
     # ---- in place ----
 
@@ -202,11 +187,6 @@ class Rollback:
             control = self.batches.first_steps[0]
         return self._on_all_ranks(control)
 
-    def try_checkpoint(self, checkpoint: str) -> bool:
-        """Puts a checkpoint in place; returns `False` if it cannot be loaded, or is not finite. Collective."""
-        self.states.displaced = True
-        return self._try_to_load(checkpoint)
-
     def last_healthy(self) -> Control | None:
         """Returns the last step before anything was wrong with the loss; `None` if a rank lacks it. Collective."""
         return self._on_all_ranks(self.batches.newest_healthy)
@@ -221,16 +201,12 @@ class Rollback:
         for newer in [each for each in self.ring.trusted if each.step > snapshot.step][:1]:
             self.ring.distrust(newer)
 
-    def end_trial(self, resumed_from: str | None = None) -> None:
-        """Puts the run's own state back: the one that was set aside, or the checkpoint that it still is."""
+    def end_trial(self) -> None:
+        """Puts the run's own state back that was set aside."""
         if self.ring.candidate is not None:
             self.put(self.ring.candidate)
             self.ring.discard()
-        elif resumed_from is not None:
-            self._load(resumed_from)
-        else:
-            return
-        self.states.displaced = False
+            self.states.displaced = False
 
     # ---- going back ----
 

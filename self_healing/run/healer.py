@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 from transformers import TrainingArguments
 
 from ..failures.classify import classify_exception
-from ..failures.recipes import FAILURE_RECIPES, IN_PLACE, Action, FailureType
+from ..failures.recipes import FAILURE_RECIPES, IN_PLACE, Action, FailureType, Target
 from ..hf.adapter import Instrument
 from ..hf.batches import CallShape
 from ..hf.hooks import Hooks
@@ -18,7 +18,7 @@ from ..hf.memory import BatchPlan
 from ..hf.step import Window
 from ..journal.incident import Incident
 from ..journal.journal import Journal
-from ..rollback.rollback import Target, WentBack
+from ..rollback.rollback import WentBack
 from .incidents import Diagnosis
 
 
@@ -213,8 +213,8 @@ class HealingContext:
             Size of the model call that did not fit, for `SPLIT_BATCH`.
         batch ([`BatchPlan`], *optional*):
             Sizes to go on with, for `REDUCE_BATCH_SIZE`.
-        resume_from (`str`, *optional*):
-            For `STOP`: the checkpoint to go on from, if it is not the newest of the run.
+        finished (`bool`, *optional*, defaults to `False`):
+            Whether the step is over, for `ROLL_BACK` and `REPLAY_STEPS` between two steps.
         went_back ([`WentBack`], *optional*):
             Set by `ROLL_BACK`: what it did.
         attempted (`list[Action]`):
@@ -234,7 +234,7 @@ class HealingContext:
     blamed_step: int | None = None
     shape: CallShape | None = None
     batch: BatchPlan | None = None
-    resume_from: str | None = None
+    finished: bool = False
     went_back: WentBack | None = None
     attempted: list[Action] = field(default_factory=list)
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..failures.classify import classify_exception
-from ..failures.recipes import Action, Cause, DamagedCheckpointError, FailureType
+from ..failures.recipes import Action, Cause, FailureType
 from ..journal.incident import HEALED, Incident
 from ..journal.journal import Journal
 from ..system.files import jsonable
@@ -81,15 +81,11 @@ class OpenIncident:
     ) -> None:
         if error is None:
             self.done()
-        elif not self._waits and self.incident.outcome == "open" and not self._goes_on_after(error):
+        elif self._waits or classify_exception(error) in _ENDS_THE_PROCESS:
+            return
+        elif self.incident.outcome == "open":
             self._take_time()
             self._journal.closed(self.incident, "unresolved")
-
-    def _goes_on_after(self, error: BaseException) -> bool:
-        """Whether an exception leads to where it is dealt with further."""
-        if isinstance(error, DamagedCheckpointError) and error.incident is self.incident:
-            return True
-        return classify_exception(error) in _ENDS_THE_PROCESS
 
     def _tell(self) -> None:
         self._told = True
@@ -173,10 +169,6 @@ class Outcomes:
         for awaited in self._awaited:
             if awaited.incident.step >= step:
                 awaited.incident.steps_lost = 0
-
-    def trust_again(self) -> None:
-        """Forgets that earlier rollbacks are in doubt: the run begins from another state."""
-        self._went_back_for.clear()
 
     def close(self, unfollowed: str | None = None) -> None:
         """Judges what is still open by the steps there were, at the end of the run or of this process's part in it."""
@@ -276,7 +268,6 @@ def may_be_repeated(incident: Incident) -> bool:
     ends_a_process = incident.failure in (
         FailureType.PROCESS_DIED,
         FailureType.USER_CODE,
-        FailureType.DAMAGED_CHECKPOINT,
     )
     taken_up = Action.STOP in incident.actions and Action.RESUME in incident.actions
     return ends_a_process or taken_up or Action.EXIT_FOR_RESTART in incident.actions

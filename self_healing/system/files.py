@@ -9,10 +9,11 @@ import math
 import os
 import re
 import shutil
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 
 logger = logging.getLogger("self_healing")
@@ -239,6 +240,41 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Any) -> None: ...
+
+
+class KeepsState:
+    """Saves and loads the attributes that its class names, as JSON: numbers, rows of them, and parts like itself."""
+
+    _state: ClassVar[tuple[str, ...]] = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns everything it remembers, ready for JSON; exact."""
+        return {name.lstrip("_"): _saved(getattr(self, name)) for name in self._state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up what [`state_dict`] gave."""
+        for name in self._state:
+            setattr(self, name, _loaded(getattr(self, name), state[name.lstrip("_")]))
+
+
+def _saved(value: Any) -> Any:
+    if hasattr(value, "state_dict"):
+        return value.state_dict()
+    if isinstance(value, (list, deque)):
+        return [list(each) if isinstance(each, tuple) else each for each in value]
+    return value
+
+
+def _loaded(usual: Any, value: Any) -> Any:
+    if hasattr(usual, "load_state_dict"):
+        usual.load_state_dict(value)
+        return usual
+    if isinstance(usual, (list, deque)):
+        rows = [tuple(each) if isinstance(each, list) else each for each in value]
+        return deque(rows, maxlen=usual.maxlen) if isinstance(usual, deque) else rows
+    if usual is not None and value is not None and not _is_like(usual, value):
+        raise TypeError(f"{value!r} is not like {usual!r}")
+    return value
 
 
 def matches(template: Mapping[str, Any], saved: Any) -> bool:

@@ -61,7 +61,6 @@ EACH_KIND = (
     ),
     incident(*(109, "replicas_differ", F.REPLICAS_DIFFER, "weights of rank 3 differ", A.ROLL_BACK, A.REPLAY_STEPS)),
     incident(109, "nonfinite_copy", F.CORRUPTED_COPY, "NaN/Inf in BEMACallback.running_model", outcome="reported"),
-    incident(*(110, "nonfinite_loss", F.DAMAGED_CHECKPOINT, "checkpoint-100 is damaged", A.RESUME), steps_repeated=10),
     incident(120, "gradient_spike", F.SPIKE_TRANSIENT, Cause.TRANSIENT, A.USE_REEXECUTED_STEP, seconds_lost=0.2),
     incident(149, "co_spike", F.GRADIENT_SPIKE, Cause.SAME_AGAIN, A.SKIP_STEP, steps_lost=1, seconds_lost=0.2),
     incident(150, "loss_spike", F.LOSS_SPIKE, "one step", A.HOLD_CHECKPOINTS),

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, TrainerState
 
 from self_healing import HealingConfig, Incident, SelfHealingCallback, SelfHealingTrainer
 from self_healing.checkpoints.vetting import vet
-from self_healing.failures.recipes import FailureType
+from self_healing.failures.recipes import FailureType, Given
 from self_healing.healers.assembly import assemble, load_state, state_of
 from self_healing.healers.numerics.state import NumericsState
 from self_healing.healers.restarts.attempts import Attempts
@@ -85,7 +85,7 @@ def record(tmp_path: Path) -> dict[str, Any]:
         run.part(Attempts).begin(None, 4)
     run.journal.incidents.append(Incident("run-001", 6, "loss_spike", FailureType.DIVERGENCE, steps_lost=3))
     run.budget.used, run.budget.failed_at = 2, 6
-    run.part(NumericsState).ladder.load_state_dict({"climbed": {"divergence": 2}, "moments_reset": True})
+    run.part(NumericsState).ladder.load_state_dict({"climbed": {"divergence": 2}})
     run.part(NumericsState).learning_rate.reduce(6)
     run.part(Attempts).end(Ending.FAILED, "RuntimeError")
     return dict(json.loads((tmp_path / RECORD_FILE).read_text()))
@@ -103,7 +103,7 @@ def taken_up(directory: Path, content: Any) -> Run:
     run = assemble(HealingConfig(), directory, run_id=record.run)
     run.part(Attempts).keep(record, taken_up=True)
     run.budget.spend(6)
-    run.part(NumericsState).ladder.next(FailureType.DIVERGENCE, 7, early=False, may_reduce=True, rate="1e-3")
+    run.part(NumericsState).ladder.climb(FailureType.DIVERGENCE, 7, {Given.LATE, Given.RATE_LEFT})
     run.part(NumericsState).learning_rate.scale(9)
     run.part(NumericsState).learning_rate.reduce(9)
     run.part(NumericsState).missing.trained(9)

@@ -210,7 +210,7 @@ def test_every_failure_has_a_recipe_that_ends_or_heals() -> None:
         FailureType.CORRUPTED_COPY,
     }
     for failure, recipe in FAILURE_RECIPES.items():
-        assert failure in watched or recipe.ladder[-1] in (Action.STOP, Action.USE_REEXECUTED_STEP)
+        assert failure in watched or recipe.actions[-1] in (Action.STOP, Action.USE_REEXECUTED_STEP)
         assert recipe.diagnosis
         assert recipe.advice
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from self_healing import HealingConfig, StepSignals
-from self_healing.healers.numerics.clipping import ZClipStatistic
+from self_healing.healers.numerics.clipping import ZClip
 from self_healing.healers.numerics.detectors.panel import DetectorPanel
 from self_healing.healers.numerics.detectors.rules import MetricRules, load_rules, rules_for
 from self_healing.healers.numerics.detectors.spikes import NonFiniteDetector
@@ -117,7 +117,7 @@ def everything(run_length: int) -> tuple[Any, list[StepSignals], list[dict[str, 
     panel, nonfinite, clipping = (
         DetectorPanel(HealingConfig(), vocabulary=32_000),
         NonFiniteDetector(),
-        ZClipStatistic(),
+        ZClip(),
     )
     rules = MetricRules(rules_for(load_rules(), "sft"))
     rng = random.Random(0)
@@ -131,7 +131,7 @@ def everything(run_length: int) -> tuple[Any, list[StepSignals], list[dict[str, 
         nonfinite.observe(signals)
         panel.alarming(signals)
         panel.observe(signals)
-        clipping.observe(signals.grad_norm or 0.0)
+        clipping.decide(signals.grad_norm or 0.0)
         rules.observe(signals.step, logs[number])
 
     return observe, steps, logs

@@ -15,19 +15,14 @@ from conftest import (
     TRAINERS,
     OutputFault,
     PoisonToken,
-    dpo_trainer,
     journal,
     quarantined,
     sft_trainer,
-    tiny_model,
 )
 from torch import nn
-from transformers import Trainer, TrainingArguments
 
 from self_healing import (
-    HealingConfig,
     SelfHealingCallback,
-    SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
 from self_healing.hf.engine import StepEngine
@@ -65,26 +60,6 @@ def test_a_module_inside_of_a_compiled_model_is_named() -> None:
 
 
 # ---- a run that cannot begin ----
-
-
-class NeverFinite(nn.Module):
-    """No language model: it has no embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def forward(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": self.layer(values).mean() * torch.nan}
-
-
-def test_the_data_of_a_model_without_an_embedding_are_looked_at(tmp_path: Path) -> None:
-    arguments = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to=[], save_strategy="no")
-    rows = [{"values": torch.full((2,), float(number))} for number in range(16)]
-    trainer = Trainer(NeverFinite(), arguments, train_dataset=rows, callbacks=[SelfHealingCallback()])
-    ending(trainer, tmp_path)
-    looked = [each for each in journal(tmp_path, "action") if each["action"] == "check_data_quality"]
-    assert [each["check_data"]["looked_at"] for each in looked] == [16]
 
 
 def test_nan_in_the_very_first_forward_ends_the_run_at_once(tmp_path: Path, tokenizer: Any) -> None:
@@ -149,33 +124,9 @@ def test_a_loss_of_finite_outputs_is_told_from_the_model(tmp_path: Path, tokeniz
     assert told["chain"][0]["cause"] == "loss or labels"
 
 
-def test_the_reference_model_is_named(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = dpo_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
-    trainer.ref_model.model.norm.register_forward_hook(lambda module, inputs, output: output * torch.nan)
-    told = ending(trainer, tmp_path)
-    assert told["chain"][0]["evidence"]["first_nonfinite_names"] == ["ref_model.model.norm"]
-
-
 def test_a_policy_that_cannot_even_generate_is_not_blamed_on_the_rate(tmp_path: Path, tokenizer: Any) -> None:
     trainer = TRAINERS["GRPOTrainer"](tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
     trainer.model.model.norm.register_forward_hook(lambda module, inputs, output: output * torch.nan)
     told = ending(trainer, tmp_path)
     assert told["failure"] == "nonfinite_from_the_start"
     assert told["chain"][-1]["evidence"]["first_nonfinite_names"] == ["model.norm"]
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"gradient_checkpointing": True}, {"lora": True}], ids=["checkpointing", "lora"]
-)
-def test_the_module_is_named_however_the_model_is_wrapped(
-    tmp_path: Path, tokenizer: Any, arguments: dict[str, Any]
-) -> None:
-    lora = arguments.pop("lora", False)
-    model = tiny_model(tokenizer)
-    if lora:
-        peft = pytest.importorskip("peft")
-        arguments["trainer_kwargs"] = {"peft_config": peft.LoraConfig(target_modules=["q_proj"])}
-    trainer = sft_trainer(tmp_path, tokenizer, model=model, **arguments)
-    model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output * torch.nan)
-    with pytest.raises(UnrecoverableTrainingError, match=r"layers\.1\.mlp \(LlamaMLP"):
-        SelfHealingTrainer(trainer, HealingConfig()).train()

@@ -17,8 +17,8 @@ from self_healing import (
     HealingContext,
     SelfHealingCallback,
     SelfHealingTrainer,
+    Target,
 )
-from self_healing.rollback.rollback import Target
 
 
 class Probe(torch.optim.AdamW):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,8 +34,7 @@ from self_healing.healers.numerics.judge import StepJudge
 from self_healing.healers.numerics.nonfinite import NonfiniteHealer
 from self_healing.hf import step as step_record
 from self_healing.hf import view
-from self_healing.hf.experiments import EarlierSteps, StepExperiments
-from self_healing.hf.step import Window
+from self_healing.hf.experiments import EarlierSteps
 from self_healing.rollback.ring import SnapshotRing
 
 
@@ -140,21 +139,14 @@ class Place:
     name: str
     without: Literal["ended", "stopped"]
     repairs: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)
 
 
 PLACES = {
-    "computing again: forward and backward": Place(transient, Window, "compute", "stopped"),
-    "computing again: the same, not healed in training": Place(
-        transient, Window, "compute", "stopped", settings={"on_oom": "raise"}
-    ),
     "computing again: the numbers that judge it": Place(transient, step_record, "as_tensor", "stopped"),
     "poison rows: the search for NaN": Place(poisoned, view, "nonfinite_tensors", "stopped"),
-    "poison rows: a probe": Place(poisoned, StepExperiments, "_probe_once", "ended"),
     "NaN weights: putting a state back": Place(nan_weights, SnapshotRing, "restore", "stopped", repairs=True),
     "NaN weights: applying steps again": Place(nan_weights, EarlierSteps, "_loss", "ended"),
     "at the end: the search for NaN": Place(nan_at_the_end, view, "nonfinite_tensors", "stopped"),
-    "a snapshot: taking it": Place(healthy, SnapshotRing, "take", "ended"),
 }
 
 
@@ -183,26 +175,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Cal
     return weights_of
 
 
-QUICK = {
-    "computing again: the same, not healed in training",
-    "poison rows: the search for NaN",
-    "NaN weights: applying steps again",
-    "at the end: the search for NaN",
-}
-EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PLACES]
-
-
 def run_out(
     place: Place, times: int, directory: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[NoRoom, States, dict[str, torch.Tensor], dict[str, Any] | None]:
-    case, memory, states = place.case(directory, tokenizer, **place.settings), NoRoom(times), States()
+    case, memory, states = place.case(directory, tokenizer), NoRoom(times), States()
     case.trainer.add_callback(states)
     memory.strike(monkeypatch, place.holder, place.name, case.struck)
     postmortem = train(case)
     return memory, states, weights(case.trainer), postmortem
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLACES)
 def test_that_runs_out_once_leaves_no_trace(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, undisturbed: Any, caplog: Any, name: str
 ) -> None:
@@ -215,7 +199,7 @@ def test_that_runs_out_once_leaves_no_trace(
     assert_same_weights(found, expected)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", PLACES)
 def test_that_runs_out_each_time_leaves_sound_weights(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any, name: str
 ) -> None:

@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import (
-    POISON_WORD,
-    TEXTS,
     TRAINERS,
     GradientFault,
     OutputFault,
-    PoisonToken,
     RaisingForward,
     WeightFault,
     a_few_nans,
@@ -22,7 +18,6 @@ from conftest import (
     journal,
     logged,
     lost_connection,
-    quarantined,
     sft_trainer,
     weights,
 )
@@ -54,25 +49,7 @@ def test_a_healthy_noisy_run_is_left_alone(tmp_path: Path, tokenizer: Any, bf16:
     assert not journal(tmp_path, "action")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("bf16", "eps"), LEVELS[1::2])
-@pytest.mark.parametrize("name", [name for name in TRAINERS if name != "SFTTrainer"])
-def test_a_healthy_noisy_run_of_any_trainer_is_left_alone(
-    tmp_path: Path, tokenizer: Any, name: str, bf16: bool, eps: float
-) -> None:
-    callback = SelfHealingCallback()
-    trainer = TRAINERS[name](tmp_path / "run", tokenizer, bf16=bf16, max_steps=12, callbacks=[callback])
-    with kernel_noise(trainer.model, eps):
-        trainer.train()
-    assert not journal(tmp_path / "run", "detected")
-    assert not journal(tmp_path / "run", "action")
-
-
 # ---- whether a step repeats ----
-
-
-def out_of_memory() -> Exception:
-    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
 
 def repeats(output_dir: Path) -> list[str]:
@@ -106,20 +83,6 @@ def test_a_noisy_step_is_told_to_be_within_noise(tmp_path: Path, tokenizer: Any,
     assert outcome["steps_lost"] == 0
 
 
-def test_a_fault_that_strikes_the_comparison_is_not_trained_on(tmp_path: Path, tokenizer: Any) -> None:
-    plain = sft_trainer(tmp_path / "plain", tokenizer, gradient_accumulation_steps=1)
-    plain.train()
-    callbacks = [SelfHealingCallback()]
-    trainer = sft_trainer(tmp_path / "healed", tokenizer, callbacks=callbacks, gradient_accumulation_steps=1)
-    OutputFault(trainer.model, strike=lambda forward: forward == 3)
-    # The third step is computed again, then comes the fourth, and that once more to compare.
-    compared = OutputFault(trainer.model, lambda forward: forward == 6, lambda hidden: 1.5 * hidden)
-    trainer.train()
-    assert compared.fired == 1
-    assert repeats(tmp_path / "healed") == ["bitwise"]
-    assert_same_weights(weights(trainer), weights(plain))
-
-
 def with_a_counter(trainer: Any) -> None:
     """A loss that is weighted by how often it was computed, which nobody can put back."""
     loss, calls = trainer.compute_loss, 0
@@ -141,21 +104,6 @@ def test_a_state_that_nobody_can_put_back_is_no_noise(
     trainer.train()
     assert repeats(tmp_path) == ["beyond noise"]
     assert "something keeps a state of its own that is not put back" in caplog.text
-
-
-def test_a_measurement_that_fails_costs_nothing(tmp_path: Path, tokenizer: Any) -> None:
-    plain = sft_trainer(tmp_path / "plain", tokenizer)
-    plain.train()
-    healed = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback()])
-    # Step 1 is forwards 3 and 4, and again 5 and 6; step 2 is 7 and 8, and to measure 9 and 10.
-    OutputFault(healed.model, strike=lambda forward: forward == 4)
-    fault = RaisingForward(healed.model, lambda forward: forward == 10, out_of_memory)
-    healed.train()
-    assert fault.fired == 1
-    assert repeats(tmp_path / "healed") == ["not measured"]
-    assert len(journal(tmp_path / "healed", "detected")) == 1
-    assert_same_weights(weights(healed), weights(plain))
-    assert logged(healed) == logged(plain)
 
 
 # ---- going back, and applying the steps since then again ----
@@ -204,28 +152,15 @@ def test_a_spike_the_run_had_got_over_is_no_reason_to_lose_steps(tmp_path: Path,
     assert ("corrupted_state", "resolved", 0) in outcomes(tmp_path)
 
 
-def a_callback_that_writes_weights(healing: SelfHealingCallback) -> Callable[[Any], None]:
-    return lambda model: model.lm_head.weight.mul_(1.3)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "at"),
-    [
-        (a_callback_that_writes_weights, 30),
-    ],
-)
-def test_steps_that_come_out_otherwise_are_refused_in_noise(
-    tmp_path: Path, tokenizer: Any, wrong: Callable[..., Any], at: int
-) -> None:
-    healing = SelfHealingCallback(GOES_BACK)
-    callbacks = [healing, WeightFault(wrong(healing), at), WeightFault(a_few_nans, FAULT)]
+def test_steps_that_come_out_otherwise_are_refused_in_noise(tmp_path: Path, tokenizer: Any) -> None:
+    written = WeightFault(lambda model: model.lm_head.weight.mul_(1.3), 30)
+    callbacks = [SelfHealingCallback(GOES_BACK), written, WeightFault(a_few_nans, FAULT)]
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=callbacks, **LONG)
     with kernel_noise(trainer.model, 1e-3):
         trainer.train()
     [replay] = replays(tmp_path)
     assert not replay["happened"]
-    reasons = (ANOTHER_STEP,) if wrong is a_callback_that_writes_weights else (ANOTHER_STEP, LOOKS_BAD)
-    assert any(reason in replay["why"] for reason in reasons)
+    assert ANOTHER_STEP in replay["why"]
     assert steps_lost(tmp_path) == [FAULT + 1 - TRUSTED]
 
 
@@ -298,24 +233,6 @@ def test_a_passing_gradient_spike_costs_no_step(
     assert all(lost == 0 for *_, lost in outcomes(tmp_path))
 
 
-@pytest.mark.parametrize(("name", "bf16", "eps"), OFFLINE)
-def test_poison_rows_are_named(tmp_path: Path, tokenizer: Any, name: str, bf16: bool, eps: float) -> None:
-    token = tokenizer.convert_tokens_to_ids(POISON_WORD)
-    texts = [f"{text} {POISON_WORD}" if index in (5, 17) else text for index, text in enumerate(TEXTS)]
-    rows: dict[str, Any] = {"texts": texts} if name == "SFTTrainer" else {"poisoned": (5, 17)}
-    trainer, _ = healed(
-        tmp_path, tokenizer, name, bf16, eps, lambda trainer: PoisonToken(trainer.model, token), max_steps=8, **rows
-    )
-    poisoned = {
-        index
-        for index, row in enumerate(trainer.train_dataset)
-        if any(token in ids for key, ids in row.items() if key.endswith("_ids") and not key.startswith("KL"))
-    }
-    assert poisoned
-    assert {row["dataset_index"] for row in quarantined(tmp_path)} == poisoned
-    assert {(failure, lost) for failure, _, lost in outcomes(tmp_path)} == {("nonfinite_poison_rows", 0)}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e-3, 1e-2])
 @pytest.mark.parametrize(("name", "bf16", "eps"), EVERYWHERE)
@@ -334,20 +251,6 @@ def test_nan_weights_are_undone(
     assert name == "GRPOTrainer" or (rate == 1e-2 and name in ("KTOTrainer", "RewardTrainer"))
     assert lost <= FAULT + 1 - TRUSTED
     assert any(reason in replay["why"] for reason in (ANOTHER_STEP, LOOKS_BAD, "their rows were generated"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "bf16", "eps"), OFFLINE)
-def test_scaled_weights_are_undone(tmp_path: Path, tokenizer: Any, name: str, bf16: bool, eps: float) -> None:
-    def scale(model: Any) -> None:
-        (model.score if name == "RewardTrainer" else model.lm_head).weight.mul_(-10)
-
-    fault, often = WeightFault(scale, 60), {"snapshot_interval": 10}
-    healed(tmp_path, tokenizer, name, bf16, eps, lambda _: None, [fault], often, **LONG_RUN)
-    assert ("divergence", "weights") in [(each["failure"], each["cause"]) for each in journal(tmp_path, "diagnosed")]
-    [replay] = replays(tmp_path)
-    assert (replay["happened"], replay["repeats"]) == (True, "within noise")
-    assert all(lost == 0 for *_, lost in outcomes(tmp_path))
 
 
 @pytest.mark.parametrize(("name", "bf16", "eps"), EVERYWHERE)

@@ -145,34 +145,21 @@ def test_a_re_entry_outlasts_a_second_fault(
 
 # ---- a kill, and the job is started again ----
 
-QUICK_SNAPSHOTS = {"snapshot_interval": 2, "snapshot_verify_steps": 2}
-# Rows of one length: the sizes that fit are the same ones whenever they are found.
-ONE_LENGTH = {"max_length": 6}
 REMEDIES: dict[str, dict[str, Any]] = {
-    "computing a step again": {"first": "transient NaN"},
     "looking for the row": {"poison": 3},
-    "splitting a batch": {"first": "full memory", "arguments": ONE_LENGTH},
-    "going back": {"first": "corrupted weights", "at": 15, "config": QUICK_SNAPSHOTS},
+    "going back": {
+        "first": "corrupted weights",
+        "at": 15,
+        "config": {"snapshot_interval": 2, "snapshot_verify_steps": 2},
+    },
     "an emergency checkpoint": {"first": "lost connection", "at": 12},
-    "entering again": {"first": "lost connection", "at": 12},
 }
-# By what the process is doing when it is killed: the nth forward, change of a file, or part that is loaded.
-MOMENTS: dict[str, list[tuple[str, int]]] = {
-    "computing a step again": [("forward", 1), ("forward", 2), ("forward", 3)],
-    "looking for the row": [("forward", nth) for nth in (1, 2, 3, 5, 7)] + [("file", 1), ("file", 2)],
-    "splitting a batch": [("forward", nth) for nth in (1, 2, 3, 4)] + [("file", 1), ("file", 2)],
-    "going back": [("forward", nth) for nth in (1, 2, 3, 4, 5, 6, 7)] + [("file", 1), ("file", 2), ("file", 3)],
-    "an emergency checkpoint": [("file", nth) for nth in range(1, 15)],
-    "entering again": [("load", nth) for nth in range(1, 7)]
-    + [("forward", 1)]
-    + [("file", nth) for nth in (15, 18, 21)],
-}
-QUICK_KILLS = [("going back", "forward", 5), ("an emergency checkpoint", "file", 12)]
-
-
-def kills() -> list[Any]:
-    cells = [(remedy, moment, nth) for remedy, moments in MOMENTS.items() for moment, nth in moments]
-    return [cell if cell in QUICK_KILLS else pytest.param(*cell, marks=pytest.mark.slow) for cell in cells]
+# By what the process is doing when it is killed: the nth forward, or change of a file.
+KILLS = [
+    pytest.param("looking for the row", "forward", 5, marks=pytest.mark.slow),
+    ("going back", "forward", 5),
+    ("an emergency checkpoint", "file", 12),
+]
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +175,7 @@ def without_a_kill(starter: Starter, tmp_path_factory: pytest.TempPathFactory) -
     return result_of
 
 
-@pytest.mark.parametrize(("remedy", "moment", "nth"), kills())
+@pytest.mark.parametrize(("remedy", "moment", "nth"), KILLS)
 @pytest.mark.parametrize("again", ["by hand", pytest.param("by a launcher", marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_while_it_heals_ends_as_if_it_had_not_been(
     tmp_path: Path,

@@ -13,7 +13,6 @@ from conftest import (
     TEXTS,
     PoisonToken,
     dpo_trainer,
-    grpo_trainer,
     journal,
     kto_trainer,
     losses,
@@ -22,10 +21,10 @@ from conftest import (
     sft_trainer,
     weights,
 )
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 from transformers import TrainerCallback
 
-from self_healing import HealingConfig, SelfHealingCallback
+from self_healing import SelfHealingCallback
 
 
 POISONED = (5, 17, 40)
@@ -66,46 +65,11 @@ def test_exactly_the_poison_rows_are_named_and_the_run_goes_on(tmp_path: Path, t
     assert all(torch.isfinite(torch.tensor(losses(trainer))))
 
 
-def test_the_position_is_that_after_trl_dropped_rows(tmp_path: Path, tokenizer: Any) -> None:
-    rows = [{"prompt": "the model", "completion": f" {text}"} for text in poisoned_texts()]
-    rows[2]["completion"] = ""  # nothing to train on: TRL drops it, everything behind it moves up
-    trainer = sft_trainer(
-        tmp_path,
-        tokenizer,
-        dataset=Dataset.from_list(rows),
-        max_steps=8,
-        completion_only_loss=True,
-        callbacks=[SelfHealingCallback()],
-    )
-    token = tokenizer.convert_tokens_to_ids(POISON_WORD)
-    fault = PoisonToken(trainer.model, token)
-    trainer.train()
-    assert fault.fired
-    found = {row["dataset_index"] for row in quarantined(tmp_path)}
-    assert found == {index for index, row in enumerate(trainer.train_dataset) if token in row["input_ids"]}
-
-
-def test_a_row_has_the_same_hash_in_whatever_batch_it_is_seen(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(
-        tmp_path,
-        tokenizer,
-        texts=poisoned_texts(),
-        max_steps=-1,
-        num_train_epochs=3,
-        # Otherwise they would not be used again.
-        callbacks=[SelfHealingCallback(HealingConfig(on_bad_sample="raise"))],
-    )
-    PoisonToken(trainer.model, tokenizer.convert_tokens_to_ids(POISON_WORD))
-    trainer.train()
-    assert len(quarantined(tmp_path)) == len(POISONED)
-    assert len(journal(tmp_path, "outcome")) >= 2 * len(POISONED)
-
-
 def _without(batch: dict[str, Any], keep: list[int]) -> dict[str, Any]:
     return {key: value[keep] for key, value in batch.items()}
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", [4])
 def test_the_gradient_is_that_of_the_batch_without_the_poison_rows(
     tmp_path: Path, tokenizer: Any, accumulation: int
 ) -> None:
@@ -186,35 +150,6 @@ def _spoil_segments(trainer: Any, token: int) -> None:
     trainer.model.model.norm.register_forward_hook(spoil)
 
 
-def test_dataset_positions_are_right_with_workers_and_in_the_second_epoch(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(
-        tmp_path,
-        tokenizer,
-        texts=poisoned_texts(),
-        max_steps=12,
-        dataloader_num_workers=2,
-        callbacks=[SelfHealingCallback()],
-    )
-    token = tokenizer.convert_tokens_to_ids(POISON_WORD)
-    armed = {"on": False}
-    fault = PoisonToken(trainer.model, token)
-    see = fault._see
-
-    def see_in_second_epoch(module: Any, inputs: Any) -> None:
-        armed["on"] = trainer.state.global_step >= 8
-        see(module, inputs)
-        fault._bad = fault._bad if armed["on"] else None
-
-    fault.remove()
-    trainer.model.model.embed_tokens.register_forward_pre_hook(see_in_second_epoch)
-    trainer.model.model.norm.register_forward_hook(fault._spoil)
-    trainer.train()
-    assert fault.fired
-    rows = quarantined(tmp_path)
-    assert rows
-    assert {row["dataset_index"] for row in rows} <= set(POISONED)
-
-
 def test_a_stream_names_the_ordinal(tmp_path: Path, tokenizer: Any) -> None:
     texts = poisoned_texts()
 
@@ -251,44 +186,6 @@ def test_preference_rows_are_named_by_position(tmp_path: Path, tokenizer: Any, b
     assert fault.fired
     assert {row["dataset_index"] for row in quarantined(tmp_path)} == expected
     assert trainer.state.global_step == 8
-    assert all(torch.isfinite(value).all() for value in weights(trainer).values())
-
-
-def test_grpo_names_the_prompt(tmp_path: Path, tokenizer: Any) -> None:
-    config = HealingConfig(max_bad_fraction=1.0)
-    trainer = grpo_trainer(tmp_path, tokenizer, max_steps=3, callbacks=[SelfHealingCallback(config)])
-    spoiled: list[str] = []
-
-    def spoil(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
-        if not torch.is_grad_enabled():
-            return None
-        bad = torch.zeros(output.shape[:2], dtype=torch.bool)
-        bad[poison.rows[: output.size(0)]] = True
-        spoiled.append("x")
-        return output.masked_fill(bad[..., None], float("nan")) if bool(bad.any()) else None
-
-    class Rows:
-        """Rows whose completion begins with the token that begins the first completion of the run."""
-
-        token: int | None = None
-        rows = torch.zeros(0, dtype=torch.bool)
-
-        def see(self, module: Any, inputs: Any) -> None:
-            if not torch.is_grad_enabled() or inputs[0].size(1) <= 8:
-                return
-            first = inputs[0][:, -8]
-            self.token = int(first[0]) if self.token is None else self.token
-            self.rows = first == self.token
-
-    poison = Rows()
-    trainer.model.model.embed_tokens.register_forward_pre_hook(poison.see)
-    trainer.model.model.norm.register_forward_hook(spoil)
-    trainer.train()
-    assert spoiled
-    rows = quarantined(tmp_path)
-    assert rows
-    prompts = {" ".join(each.split()[:3]) for each in TEXTS}
-    assert all(row["prompt"] in prompts for row in rows)
     assert all(torch.isfinite(value).all() for value in weights(trainer).values())
 
 

@@ -9,20 +9,45 @@ import pytest
 from self_healing import (
     FAILURE_RECIPES,
     Action,
+    FailureType,
     HealingConfig,
     HealingContext,
     Incident,
     SelfHealingCallback,
 )
-from self_healing.failures.recipes import IN_PLACE
+from self_healing.failures.recipes import IN_PLACE, Given
 from self_healing.healers.assembly import assemble
+from self_healing.healers.numerics.ladder import LadderRunner
+from self_healing.run.run import RecoveryBudget
 
 
 def test_every_action_of_every_recipe_is_carried_out(tmp_path: Path) -> None:
     offered = assemble(HealingConfig(), tmp_path).remedies.offered
-    assert {action for recipe in FAILURE_RECIPES.values() for action in recipe.ladder} <= set(Action)
+    assert {action for recipe in FAILURE_RECIPES.values() for action in recipe.actions} <= set(Action)
     assert offered | IN_PLACE == set(Action)
     assert not offered & IN_PLACE
+
+
+def test_every_ladder_has_a_rung_whatever_holds_and_is_climbed_in_its_order() -> None:
+    config = HealingConfig(max_recovery_attempts=6)
+    runner = LadderRunner(config, RecoveryBudget(config))
+    failure, given = FailureType.DIVERGENCE, {Given.LATE, Given.RATE_LEFT}
+    assert runner.next(failure, {Given.CAUSE_UNKNOWN}).actions == (Action.HOLD_CHECKPOINTS,)
+    climbed = [runner.climb(failure, 60, given)[0] for _ in range(4)]
+    assert [rung.actions[-1] for rung in climbed] == ["replay_steps", *["reduce_learning_rate"] * 3]
+    assert [rung.target for rung in climbed] == ["newest", "newest", "older", "newest"]
+    assert runner.next(failure, {Given.CAUSE_UNKNOWN}).actions == (Action.HOLD_CHECKPOINTS,)
+    assert runner.climb(failure, 60, {Given.LATE})[0].actions[-1] == "reset_moments"
+    last, spent = runner.climb(failure, 60, {Given.LATE})
+    assert (last.actions[-1], last.failure, spent) == ("stop", "learning_rate", "")
+    runner.reset()
+    for _ in range(6):
+        runner.climb(failure, 60, given)
+    last, spent = runner.climb(failure, 60, given)
+    assert (last.actions[-1], last.failure) == ("stop", None)
+    assert spent == "the budget of 6 attempts without progress is spent"
+    for each, recipe in FAILURE_RECIPES.items():
+        assert bool(runner.next(each, set()).actions) == bool(recipe.ladder)
 
 
 def test_actions_that_were_taken_earlier_act_on_the_run_that_goes_on(tmp_path: Path) -> None:

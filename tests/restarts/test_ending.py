@@ -229,7 +229,7 @@ class TestAnExceptionThatEndsTheRun:
     @pytest.mark.parametrize("resume_from", [True, None, "checkpoint-2"])
     def test_otherwise_the_newest_of_the_run_is_named(self, tmp_path: Path, resume_from: Any) -> None:
         run = process(tmp_path)
-        failure = FailureType.DAMAGED_CHECKPOINT
+        failure = FailureType.DEVICE
         assert not FAILURE_RECIPES[failure].saves_first
         self.stop(run, resume_from, failure, verdict="no room")
         assert written(tmp_path)["resume_with"] == "trainer.train(resume_from_checkpoint='checkpoint-4')"
@@ -298,7 +298,6 @@ class TestTheEndOfTheRun:
             (KeyboardInterrupt(), Ending.INTERRUPTED),
             (SystemExit(1), Ending.INTERRUPTED),
             (UnrecoverableTrainingError("over", failure=FailureType.NETWORK), Ending.GAVE_UP),
-            (UnrecoverableTrainingError("over", failure=FailureType.DAMAGED_CHECKPOINT), Ending.FAILED),
         ],
     )
     @pytest.mark.usefixtures("older")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,9 +13,19 @@ from ...config.schema import ConfigurationError
 from ...hf.objective import StepSignals
 from ...hf.state import Parameters, scale_gradients, tensors_of, total_gradient_norm, whole
 from ...hf.step import Window
+from ...system.files import KeepsState
 
 
-# ---- zclip: zClip: a gradient whose norm stands out from the last ones is clipped as a whole ----
+# ---- zclip: a gradient whose norm stands out from the last ones is clipped as a whole ----
+
+
+# float32 ends at 3.4e38, so no real norm is larger. From 1e154 on the square of a norm is no finite double any more,
+# and one such value would leave an infinite variance behind, in which nothing stands out again.
+_LARGEST_NORM = 1e150
+# Least standard deviation, as a share of the mean.
+_STD_FLOOR = 0.01
+# First steps, which only fill the statistic (section 3 of the paper).
+WARMUP_STEPS = 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +40,12 @@ class ClipResult:
     std: float | None
 
 
-class ZClip:
+class ZClip(KeepsState):
     """
     Clips a gradient whose norm stands out from those of the last steps (arXiv:2504.02507), in a training loop of your
     own.
 
-    [`ZClipStatistic`] says which norms stand out, what they are clipped to, and how much of this is the paper's. Where
+    A norm whose z is above the threshold t is clipped to mean + t² / z standard deviations, and counts as that. Where
     nothing is clipped, no operation touches the gradients. A norm that is NaN or infinite leaves gradients and
     statistic as they are: the caller decides whether the step may be applied.
 
@@ -67,20 +75,27 @@ class ZClip:
     ```
     """
 
+    _state = ("_norms", "mean", "variance")
+
     def __init__(
         self,
         z_threshold: float = 2.5,
         ema_decay: float = 0.97,
-        warmup_steps: int = 25,
+        warmup_steps: int = WARMUP_STEPS,
         max_grad_norm: float | None = None,
     ) -> None:
-        if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
-            raise ConfigurationError(
-                f"`max_grad_norm` is {max_grad_norm!r}, but must be a finite number above 0. Please change it, or "
-                "leave it out for no ceiling."
-            )
-        self.statistic = ZClipStatistic(z_threshold, ema_decay, warmup_steps)
+        _require(0 < z_threshold < math.inf, "z_threshold", z_threshold, "a finite number above 0")
+        _require(0 < ema_decay < 1, "ema_decay", ema_decay, "above 0 and below 1")
+        _require(warmup_steps >= 2, "warmup_steps", warmup_steps, "at least 2")
+        if max_grad_norm is not None:
+            _require(0 < max_grad_norm < math.inf, "max_grad_norm", max_grad_norm, "a finite number above 0")
+        self.z_threshold = z_threshold
+        self.ema_decay = ema_decay
+        self.warmup_steps = warmup_steps
         self.max_grad_norm = max_grad_norm
+        self.mean: float | None = None
+        self.variance: float | None = None
+        self._norms: list[float] = []
 
     def decide(self, grad_norm: float) -> ClipResult:
         """
@@ -90,12 +105,46 @@ class ZClip:
             grad_norm (`float`):
                 Total norm of the gradients before any clipping.
         """
-        decision = self.statistic.observe(grad_norm)
-        limit, ceiling = decision.limit, self.max_grad_norm
+        mean, std = self.mean, self.std
+        z, limit = self._observe(grad_norm)
+        ceiling = self.max_grad_norm
         if ceiling is not None and ceiling < grad_norm < math.inf:
             limit = ceiling if limit is None else min(limit, ceiling)
         factor = 1.0 if limit is None else limit / grad_norm
-        return ClipResult(grad_norm, factor, limit, decision.z, decision.mean, decision.std)
+        return ClipResult(grad_norm, factor, limit, z, mean, std)
+
+    @property
+    def std(self) -> float | None:
+        """The standard deviation that the next norm will be judged by, floored; `None` during warm-up."""
+        if self.mean is None or self.variance is None:
+            return None
+        return max(math.sqrt(self.variance), _STD_FLOOR * self.mean)
+
+    def _observe(self, grad_norm: float) -> tuple[float | None, float | None]:
+        """Takes what remains of a norm into the statistic; its z, and the limit if it is above."""
+        mean, std, z, limit = self.mean, self.std, None, None
+        if not 0 <= grad_norm <= _LARGEST_NORM:  # false for NaN
+            return None, None
+        if mean is None or self.variance is None or std is None:
+            self._collect(grad_norm)
+            return None, None
+        # Only norms of 0 so far: no scale to judge by, and clipping to 0 would keep it that way for ever.
+        if std > 0:
+            z = (grad_norm - mean) / std
+            limit = mean + self.z_threshold * self.z_threshold / z * std if z > self.z_threshold else None
+        # The mean first, then the variance around the new mean.
+        taken = grad_norm if limit is None else limit
+        self.mean = self.ema_decay * mean + (1 - self.ema_decay) * taken
+        deviation = taken - self.mean
+        self.variance = self.ema_decay * self.variance + (1 - self.ema_decay) * deviation * deviation
+        return z, limit
+
+    def _collect(self, grad_norm: float) -> None:
+        self._norms.append(grad_norm)
+        if len(self._norms) >= self.warmup_steps:
+            mean = fmean(self._norms)
+            self.mean, self.variance = mean, fmean((norm - mean) * (norm - mean) for norm in self._norms)
+            self._norms = []
 
     def update_and_clip(self, parameters: Parameters, grad_norm: float | Tensor | None = None) -> ClipResult:
         """
@@ -118,30 +167,21 @@ class ZClip:
         scale_gradients(parameters, result.factor)
         return result
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the statistic, ready for JSON."""
-        return self.statistic.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """
-        Takes up the state that [`ZClip.state_dict`] gave.
-
-        Args:
-            state (`dict`):
-                The state. The settings are not in it: they are those this object was made with.
-        """
-        self.statistic.load_state_dict(state)
+def _require(met: bool, name: str, value: object, allowed: str) -> None:
+    if not met:
+        raise ConfigurationError(
+            f"`{name}` is {value!r}, but must be {allowed}. Please change it, or leave it out for the default."
+        )
 
 
 # ---- step clipping ----
 
 
-# First steps, which only fill the statistic (ZClip, arXiv:2504.02507, section 3).
-WARMUP_STEPS = 25
-
-
-class StepClipping:
+class StepClipping(KeepsState):
     """Clips the gradient of a step by what is usual in the run, after the Trainer's own clipping."""
+
+    _state = ("_zclip",)
 
     def __init__(self, config: HealingConfig) -> None:
         self.config = config
@@ -154,8 +194,7 @@ class StepClipping:
 
     def reset(self) -> None:
         """Forgets what norm was usual: that of other parameters."""
-        config = self.config
-        self._zclip = ZClip(config.zclip_z_threshold, config.zclip_ema_decay, WARMUP_STEPS)
+        self._zclip = ZClip(self.config.zclip_z_threshold, self.config.zclip_ema_decay)
 
     def apply(self, window: Window, signals: StepSignals, ceiling: float, may_clip: bool = True) -> None:
         """Takes in a step that is about to be applied, and clips its gradient in mode `"clip"`."""
@@ -190,106 +229,3 @@ class StepClipping:
         self._largest_z = None
         self._clipped = self._would_clip = 0
         return found
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"zclip": self._zclip.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._zclip.load_state_dict(state["zclip"])
-
-
-# ---- norm statistics ----
-
-
-# float32 ends at 3.4e38, so no real norm is larger. From 1e154 on the square of a norm is no finite double any more,
-# and one such value would leave an infinite variance behind, in which nothing stands out again.
-_LARGEST_NORM = 1e150
-
-
-@dataclass(frozen=True, slots=True)
-class ClipDecision:
-    """Decision about one gradient norm."""
-
-    limit: float | None = None
-    z: float | None = None
-    mean: float | None = None
-    std: float | None = None
-
-
-class ZClipStatistic:
-    """Running mean and variance of the gradient norm, and the norm that an outlier is clipped to (ZClip)."""
-
-    def __init__(
-        self,
-        z_threshold: float = 2.5,
-        ema_decay: float = 0.97,
-        warmup_steps: int = 25,
-        std_floor: float = 0.01,
-    ) -> None:
-        _require(0 < z_threshold < math.inf, "z_threshold", z_threshold, "a finite number above 0", 2.5)
-        _require(0 < ema_decay < 1, "ema_decay", ema_decay, "above 0 and below 1", 0.97)
-        _require(warmup_steps >= 2, "warmup_steps", warmup_steps, "at least 2", 25)
-        _require(0 < std_floor < math.inf, "std_floor", std_floor, "a finite number above 0", 0.01)
-        self.z_threshold = z_threshold
-        self.ema_decay = ema_decay
-        self.warmup_steps = warmup_steps
-        self.std_floor = std_floor
-        self.mean: float | None = None
-        self.variance: float | None = None
-        self._norms: list[float] = []
-
-    def observe(self, grad_norm: float) -> ClipDecision:
-        """Judges one gradient norm and takes what remains of it into the statistic."""
-        if not 0 <= grad_norm <= _LARGEST_NORM:  # false for NaN
-            return ClipDecision(mean=self.mean, std=self.std)
-        if self.mean is None or self.variance is None:
-            self._collect(grad_norm)
-            return ClipDecision()
-
-        mean, std = self.mean, self._floored_std(self.mean, self.variance)
-        if std == 0:
-            # Only norms of 0 so far: no scale to judge by, and clipping to 0 would keep it that way for ever.
-            z = limit = None
-        else:
-            z = (grad_norm - mean) / std
-            limit = mean + self.z_threshold * self.z_threshold / z * std if z > self.z_threshold else None
-        # The mean first, then the variance around the new mean.
-        taken = grad_norm if limit is None else limit
-        self.mean = self.ema_decay * mean + (1 - self.ema_decay) * taken
-        deviation = taken - self.mean
-        self.variance = self.ema_decay * self.variance + (1 - self.ema_decay) * deviation * deviation
-        return ClipDecision(limit, z, mean, std)
-
-    @property
-    def std(self) -> float | None:
-        """The standard deviation that the next norm will be judged by, floored; `None` during warm-up."""
-        if self.mean is None or self.variance is None:
-            return None
-        return self._floored_std(self.mean, self.variance)
-
-    def _floored_std(self, mean: float, variance: float) -> float:
-        return max(math.sqrt(variance), self.std_floor * mean)
-
-    def _collect(self, grad_norm: float) -> None:
-        self._norms.append(grad_norm)
-        if len(self._norms) >= self.warmup_steps:
-            mean = fmean(self._norms)
-            self.mean, self.variance = mean, fmean((norm - mean) * (norm - mean) for norm in self._norms)
-            self._norms = []
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state, ready for JSON, which gives back exactly the same numbers."""
-        return {"norms": list(self._norms), "mean": self.mean, "variance": self.variance}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up the state that [`ZClipStatistic.state_dict`] gave."""
-        self._norms = list(state["norms"])
-        self.mean, self.variance = state["mean"], state["variance"]
-
-
-def _require(met: bool, name: str, value: object, allowed: str, default: object) -> None:
-    if not met:
-        raise ConfigurationError(
-            f"`{name}` is {value!r}, but must be {allowed}. Please change it, or leave it out for the default, "
-            f"{default!r}."
-        )

@@ -18,15 +18,12 @@ from ...hf.objective import StepSignals
 from ...hf.step import Window
 from ...ranks import votes
 from ...rollback.rollback import Rollback
-from ...rollback.snapshots import Snapshot
 from ...run.incidents import Diagnosis
 from ...system import processes
 
 
 logger = logging.getLogger(__name__)
 
-# How often a step is computed again from its saved random states before its fault counts as persistent.
-_REEXECUTIONS = 1
 # Rows from elsewhere in the data that are tried where no earlier batch can be compared with. If none of so many is
 # finite, it is not a few bad rows.
 _CONTROL_ROWS = 16
@@ -43,10 +40,9 @@ _BEHIND_THE_PLACE = {
 
 def diagnose(window: Window, instrument: Instrument, healthy_inputs: Any) -> Diagnosis:
     """Finds out why a step is not finite."""
-    for attempt in range(1, _REEXECUTIONS + 1):
-        window.reexecute()
-        if window.signals().finite:
-            return _transient(attempt)
+    window.reexecute()
+    if window.signals().finite:
+        return _transient(1)
     device = instrument.view.device
     # What a failing forward left in batch norm statistics is a consequence, not a cause.
     window.restore_buffers()
@@ -63,7 +59,7 @@ def diagnose(window: Window, instrument: Instrument, healthy_inputs: Any) -> Dia
     # A fault may last for longer than one computation, and strike in the experiments: before data or numbers are
     # blamed for it, the whole is computed once more.
     window.reexecute()
-    return _transient(_REEXECUTIONS + 1) if window.signals().finite else found
+    return _transient(2) if window.signals().finite else found
 
 
 def _transient(computed: int) -> Diagnosis:
@@ -102,8 +98,11 @@ def _poison_rows(
         # Many bad rows look the same as a model that overflows on most of them. Rows that are fine tell.
         controls = experiments.rows_elsewhere(_CONTROL_ROWS) if healthy_inputs is None else [healthy_inputs]
         tried = round(votes.smallest("controls", len(controls), device))
-        if not any(_is_finite_on_all_ranks(experiments, control, device) for control in controls[:tried]):
-            found = _numerical(f"{count} of {total} rows are non-finite, and {_compared(healthy_inputs, tried)}")
+        finite = "another batch is finite"
+        if not any(votes.all_ranks(finite, experiments.probe_batch(each), device) for each in controls[:tried]):
+            others = f"so are {tried} others of the data" if healthy_inputs is None else "so is an earlier batch"
+            compared = others if tried else "there is no earlier batch to compare with"
+            found = _numerical(f"{count} of {total} rows are non-finite, and {compared}")
             # Where an earlier batch was finite with weights like these, it may pass.
             return replace(found, everywhere=healthy_inputs is None and tried > 0 and count == total)
     return Diagnosis(
@@ -114,16 +113,6 @@ def _poison_rows(
         rows=total,
         poison_rows=count,
     )
-
-
-def _compared(healthy_inputs: Any, tried: int) -> str:
-    if tried == 0:
-        return "there is no earlier batch to compare with"
-    return f"so are {tried} others of the data" if healthy_inputs is None else "so is an earlier batch"
-
-
-def _is_finite_on_all_ranks(experiments: StepExperiments, inputs: Any, device: Any) -> bool:
-    return votes.all_ranks("another batch is finite", experiments.probe_batch(inputs), device)
 
 
 def diagnose_start(window: Window, why: str) -> Diagnosis:
@@ -194,10 +183,13 @@ def _probe_in_lockstep(
     return found
 
 
+_UNEXPLAINED = Diagnosis(FailureType.DIVERGENCE, Cause.NOT_LOOKED_FOR)
+
+
 def diagnose_rise(window: Window, rollback: Rollback, loss: float, level: float, scale: float) -> Diagnosis:
     """Finds out why a loss has risen and stays up, by computing the same batch with the weights of trusted states."""
     if not min(loss, level) > 0:
-        return _unexplained()
+        return _UNEXPLAINED
     rise = max(math.log(loss / level), 2 * scale)
 
     def experiment() -> Diagnosis:
@@ -220,7 +212,15 @@ def diagnose_rise(window: Window, rollback: Rollback, loss: float, level: float,
         found.evidence.update(evidence)
         if found.cause is Cause.WEIGHTS:
             return found
-        return _hold_against_control(window, rollback, rollback.states.generations()[0], rise, found.evidence)
+        # A batch from before the rise, with weights from before it.
+        control = rollback.try_snapshot(rollback.states.generations()[0])
+        if control is None:
+            return found
+        again = EarlierSteps(window).loss_of(control)
+        found.evidence["earlier_batch"] = {"loss_then": control.loss, "loss_now": again}
+        if _rise(control.loss, again) >= 0.5 * rise:
+            return Diagnosis(FailureType.DIVERGENCE, Cause.COMPUTATION, found.evidence)
+        return Diagnosis(FailureType.HARDER_DATA, Cause.HARDER_DATA, found.evidence)
 
     return _as_experiment(window, rollback, experiment)
 
@@ -243,20 +243,16 @@ def diagnose_stillness(
     return _as_experiment(window, rollback, lambda: _try_trusted_states(window, rollback, better))
 
 
-def _unexplained() -> Diagnosis:
-    return Diagnosis(FailureType.DIVERGENCE, Cause.NOT_LOOKED_FOR, {})
-
-
 def _as_experiment(window: Window, rollback: Rollback, experiment: Callable[[], Diagnosis]) -> Diagnosis:
     """Runs what puts other weights in place; weights, gradients and random states are as before on return."""
     if window.objective.online or not rollback.states.set_aside(window.step):
-        return _unexplained()
+        return _UNEXPLAINED
     try:
         with window.experiment():
             diagnosis = experiment()
     except TrainingFault as fault:
         logger.info("The step could not be computed with trusted weights.", exc_info=fault.error)
-        diagnosis = _unexplained()
+        diagnosis = _UNEXPLAINED
     finally:
         # Whatever happened, an interruption included: the weights are the run's own again.
         rollback.end_trial()
@@ -279,19 +275,6 @@ def _try_trusted_states(window: Window, rollback: Rollback, better: Callable[[St
             rollback.prefer(snapshot)
             return Diagnosis(FailureType.DIVERGENCE, Cause.WEIGHTS, {"same_batch": tried})
     return Diagnosis(FailureType.DIVERGENCE, Cause.UNCLEAR, {"same_batch": tried})
-
-
-def _hold_against_control(
-    window: Window, rollback: Rollback, snapshot: Snapshot, rise: float, evidence: dict[str, Any]
-) -> Diagnosis:
-    control = rollback.try_snapshot(snapshot)
-    if control is None:
-        return Diagnosis(FailureType.DIVERGENCE, Cause.UNCLEAR, evidence)
-    again = EarlierSteps(window).loss_of(control)
-    evidence["earlier_batch"] = {"loss_then": control.loss, "loss_now": again}
-    if _rise(control.loss, again) >= 0.5 * rise:
-        return Diagnosis(FailureType.DIVERGENCE, Cause.COMPUTATION, evidence)
-    return Diagnosis(FailureType.HARDER_DATA, Cause.HARDER_DATA, evidence)
 
 
 def _rise(before: float, after: float) -> float:

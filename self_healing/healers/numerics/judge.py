@@ -18,8 +18,8 @@ from ...ranks import votes
 from ...run.healer import Healer, HealingContext
 from ...run.run import Run
 from ...system import processes
-from .healer import DamagedCheckpointHealer, NumericsHealer, RollbackClimb
-from .loss import DivergenceHealer, RedFlagHealer, SpikeHealer, StepObserver
+from .healer import NumericsHealer, RollbackClimb
+from .loss import AppliedSteps, RedFlagHealer, SpikeHealer
 from .nonfinite import CorruptedStateHealer, NonfiniteHealer
 from .replicas import ReplicaHealer
 from .state import NumericsState
@@ -38,17 +38,16 @@ class StepJudge(Healer):
         self.run = run
         self.numerics = run.part(NumericsState)
         self.rollback = run.rollback
+        self.applied = AppliedSteps(run)
+        # The others ask the run for these.
+        run.add(RollbackClimb(run), self.applied)
         self.memory = MemoryWhileHealing(run)
-        self.damaged_checkpoint = DamagedCheckpointHealer(run)
-        climb = RollbackClimb(run, self.damaged_checkpoint)
-        self.red_flags = RedFlagHealer(run, climb)
-        self.corrupted_state = CorruptedStateHealer(run, climb)
-        self.replicas = ReplicaHealer(run, climb)
-        divergence = DivergenceHealer(run, self.damaged_checkpoint, climb)
-        self.observer = StepObserver(run, divergence, climb)
-        self.nonfinite = NonfiniteHealer(run, self.observer, self.damaged_checkpoint, climb)
-        self.spikes = SpikeHealer(run, self.observer, divergence, climb)
-        self.untrained_run = UntrainedRunHealer(run, self.damaged_checkpoint)
+        self.red_flags = RedFlagHealer(run)
+        self.corrupted_state = CorruptedStateHealer(run)
+        self.replicas = ReplicaHealer(run)
+        self.nonfinite = NonfiniteHealer(run)
+        self.spikes = SpikeHealer(run)
+        self.untrained_run = UntrainedRunHealer(run)
 
     def judge(self, window: Window) -> None:
         """Judges one step. It is left as it is, healed in place, or left out; or the run ends."""
@@ -61,7 +60,7 @@ class StepJudge(Healer):
         compares = self.replicas.due(window.step)
         signals = self._signals(window, self.replicas.digest if compares else None)
         if window.has_news:
-            self._exchange_news()
+            self.run.news.exchange(self.run.instrument.view.device)
         if self._heal_replicas(window, compares, suspicious=not signals.finite):
             # What was to be judged was computed with weights that were not the same on all ranks.
             self._take(window, self._signals(window), undisturbed=False)
@@ -75,21 +74,17 @@ class StepJudge(Healer):
             undisturbed = self._look(window, signals)
         if not signals.finite:
             # Rows that were left out may be drawn again by any rank, right after the last step of an epoch.
-            self._exchange_news()
+            self.run.news.exchange(self.run.instrument.view.device)
         self._take(window, signals, undisturbed)
-
-    def _exchange_news(self) -> None:
-        self.run.news.exchange(self.run.instrument.view.device)
 
     def _heal_replicas(self, window: Window, compared: bool, suspicious: bool) -> bool:
         """Heals weights that are not the same on all ranks any more; returns whether there were any."""
         apart = window.apart
         if not compared:
-            if not (suspicious and self.replicas.known):
+            if not suspicious or self.replicas.same_at is None or self.replicas.off:
                 return False
             apart = self.replicas.apart()
-        if self.replicas.note(window.step, apart):
-            self.replicas.choose_interval()
+        self.replicas.note(window.step, apart)
         return apart and self.replicas.heal(window)
 
     def _look(self, window: Window, signals: StepSignals) -> bool:
@@ -103,7 +98,7 @@ class StepJudge(Healer):
         if numerics.repeatability.owed and signals.finite:
             numerics.repeatability.measure(window)
             signals = self._signals(window)
-        self.observer.step_begins(signals)
+        self.applied.step_begins(signals)
         opened = numerics.opened + numerics.watch.opened
         symptom = numerics.detector.judge(signals, window.engine.scaler_active)
         if symptom is not None:
@@ -122,7 +117,6 @@ class StepJudge(Healer):
         due = states.step_taken(window.step, calm, control, self.replicas.compared_since)
         tensors = states.promote(window.step) if due else []
         states.verify_checkpoints(window.step)
-        self.damaged_checkpoint.end_trial()
         if tensors:
             self.corrupted_state.heal_silent(window, tensors)
 
@@ -136,15 +130,15 @@ class StepJudge(Healer):
         )
 
     def _judge_finite(self, window: Window, signals: StepSignals) -> None:
-        symptom = self.observer.panel.alarming(signals)
+        symptom = self.applied.panel.alarming(signals)
         if symptom is not None and self.spikes.heals:
             with self.run.instrument.failsafe.together():
                 self.spikes.heal(window, symptom)
             return
-        self.observer.remember_spike(signals)
+        self.applied.remember_spike(signals)
         if symptom is not None:
             self.spikes.report(symptom)
-        self.observer.take_in(window, signals)
+        self.applied.take_in(window, signals)
 
     def rate_scale(self, step: int) -> float:
         return self.numerics.learning_rate.scale(step)
@@ -157,8 +151,10 @@ class StepJudge(Healer):
     # ---- between two steps ----
 
     def metrics(self, training: bool, summary: bool) -> dict[str, float]:
-        instrument = self.run.attached
-        return self.numerics.metrics(None if instrument is None else instrument.view.step, training)
+        found, clipping, rate = dict[str, float](), self.numerics.clipping, self.numerics.learning_rate
+        if self.run.attached is not None and rate.touched:
+            found["healing/lr_scale"] = rate.scale(self.run.step)
+        return found | clipping.metrics() if training and clipping is not None else found
 
     def checkpoints_wait(self) -> bool:
         return self.numerics.watch.open
@@ -223,37 +219,24 @@ class MemoryWhileHealing(NumericsHealer):
         except UnrecoverableTrainingError:
             raise
         except Exception as caught:
-            error = self._memory_ran_out(caught)
-            if error is None:
+            error = caught.error if isinstance(caught, TrainingFault) else caught
+            # On several ranks the others wait for this one. A fault may be claimed by who enters `train()` again.
+            left_to_others = processes.world_size() > 1 or (error is not caught and self.run.healers.has_claim)
+            if left_to_others or not is_out_of_memory(error):
                 raise
         # Outside of the handler: what the failed attempt held is gone.
         let_go(error)
-        instrument = self.instrument
         opened = self.run.journal.incidents[known:]
         corrupted = any(incident.failure is FailureType.CORRUPTED_STATE for incident in opened)
         unsound |= corrupted or self.rollback.states.displaced
-        unsound |= self.acts and window is not None and not window.sound
-        if not unsound:
-            logger.warning(
-                "Step %d: no memory was left for what self_healing does beside training (%s). The step needs no "
-                "healing and goes on as it is; the next one is watched again.",
-                instrument.view.step,
-                describe_exception(error),
-            )
-            return
-        self._stop_without_memory(error, window, opened)
-
-    def _memory_ran_out(self, error: Exception) -> Exception | None:
-        """The out-of-memory error in which healing has ended; `None` for any other, and where somebody heals it."""
-        if processes.world_size() > 1:
-            # The others wait for this one.
-            return None
-        if isinstance(error, TrainingFault):
-            # Handed to the wrapper, which enters `train()` again.
-            if self.run.healers.has_claim:
-                return None
-            error = error.error
-        return error if is_out_of_memory(error) else None
+        if unsound or (self.acts and window is not None and not window.sound):
+            self._stop_without_memory(error, window, opened)
+        logger.warning(
+            "Step %d: no memory was left for what self_healing does beside training (%s). The step needs no healing "
+            "and goes on as it is; the next one is watched again.",
+            self.instrument.view.step,
+            describe_exception(error),
+        )
 
     def _stop_without_memory(self, error: Exception, window: Window | None, opened: Sequence[Incident]) -> NoReturn:
         instrument = self.instrument
@@ -278,7 +261,7 @@ class MemoryWhileHealing(NumericsHealer):
             f"memory ran out, twice, while self_healing looked into something that was wrong ({wrong}); without that "
             f"the weights would have been lost. They are {held}"
         )
-        self.numerics.policy.reset()
+        self.numerics.limits.reset()
         if own:
             self.actions.apply(Action.EMERGENCY_CHECKPOINT, context, self.args)
         context.error = error
@@ -298,9 +281,8 @@ _SKIPPED_IN_A_ROW = 20
 class UntrainedRunHealer(NumericsHealer):
     """Counts the steps of a run that an engine of its own leaves out, and looks at its end how much was trained."""
 
-    def __init__(self, run: Run, damaged: DamagedCheckpointHealer) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._damaged = damaged
         self._skipped = range(0)
 
     def note_skipped(self, step: int) -> None:
@@ -314,33 +296,30 @@ class UntrainedRunHealer(NumericsHealer):
         skipped = self._skipped
         if len(skipped) < _SKIPPED_IN_A_ROW or step > skipped.stop:
             return
-        evidence = {"steps": skipped.stop, "skipped_in_a_row": len(skipped)}
         verdict = (
             f"every step is skipped: DeepSpeed has left out all {len(skipped)} since step {skipped.start}, because "
             "loss or gradient was not finite, and nothing is trained any more"
         )
-        with self.run.incident(step, "steps_missing", evidence) as opened:
-            opened.diagnosed(FailureType.NOT_TRAINED, "every step is skipped")
-            context = HealingContext(opened.incident, self.instrument, self.instrument.window, verdict=verdict)
-            self.actions.apply((Action.STOP,), context, self.args)
+        self._end("every step is skipped", verdict, steps=skipped.stop, skipped_in_a_row=len(skipped))
 
     def stop_unless_trained(self) -> None:
         """
         At the end of the run: one most of whose steps are not in the weights, or none of those since it was resumed,
         has failed, however well it seems to have come to its end.
         """
-        instrument, step = self.instrument, self.instrument.view.step
-        missing = self.numerics.missing
+        step, missing = self.instrument.view.step, self.numerics.missing
         trained, since = missing.trained(step), step - missing.entry_step
         none_since = since > 0 and trained <= missing.trained_at_entry
         if trained >= _LEAST_TRAINED * step and not none_since:
             return
-        evidence = {"steps": step, "trained": trained, "since_entry": since}
         of_these = f", none of the {since} since step {missing.entry_step} among them" if none_since else ""
         verdict = f"the run has come to its end, but only {trained} of its {step} steps are in the weights{of_these}"
-        with self.run.incident(step, "steps_missing", evidence) as opened:
-            opened.diagnosed(FailureType.NOT_TRAINED, "most steps are not in the weights")
+        cause = "most steps are not in the weights"
+        self._end(cause, verdict, steps=step, trained=trained, since_entry=since)
+
+    def _end(self, cause: str, verdict: str, **evidence: int) -> None:
+        instrument = self.instrument
+        with self.run.incident(instrument.view.step, "steps_missing", evidence) as opened:
+            opened.diagnosed(FailureType.NOT_TRAINED, cause)
             context = HealingContext(opened.incident, instrument, instrument.window, verdict=verdict)
-            if none_since:
-                self._damaged.suspect(context)
-            self.actions.apply((Action.STOP,), context, self.args)
+            self.actions.apply(Action.STOP, context, self.args)

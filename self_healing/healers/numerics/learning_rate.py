@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import mean
-from typing import Any
 
 from ...config.healing_config import HealingConfig
-from ...failures.recipes import TrainingFault
 from ...hf.experiments import EarlierSteps
-from ...hf.memory import let_go
 from ...hf.step import Control, Window
 from ...rollback.rollback import Rollback
 from ...rollback.snapshots import Snapshot
 from ...run.run import REFUND_STEPS
-
-
-logger = logging.getLogger(__name__)
+from ...system.files import KeepsState
 
 
 # ---- learning rate ----
@@ -42,26 +36,24 @@ class ScheduleWatch:
 
     def __init__(self) -> None:
         self.raised_at: int | None = None
-        self._last = self._highest = 0.0
-
-    @property
-    def rate(self) -> float:
-        """The rate the schedule asked for at the step that was taken in last."""
-        return self._last
+        # What the schedule asked for at the step that was taken in last.
+        self.rate = self._highest = 0.0
 
     def observe(self, step: int, rate: float) -> None:
         """Takes in the rate the schedule asks for at a step."""
-        if rate >= _RESTART * self._last and 0 < self._last < self._highest:
+        if rate >= _RESTART * self.rate and 0 < self.rate < self._highest:
             self.raised_at = step
-        self._last, self._highest = rate, max(rate, self._highest)
+        self.rate, self._highest = rate, max(rate, self._highest)
 
     def raised_lately(self, step: int, within: int) -> bool:
         """Whether that was less than so many steps ago."""
         return self.raised_at is not None and step - self.raised_at < within
 
 
-class LearningRateControl:
+class LearningRateControl(KeepsState):
     """The factor between the learning rate that the schedule asks for and the one that is used."""
+
+    _state = ("_level", "_ceiling", "_changed_at", "_exponent", "reductions", "_warm_from")
 
     def __init__(self, config: HealingConfig) -> None:
         self.config = config
@@ -152,94 +144,57 @@ class LearningRateControl:
             if self._level == 1.0:
                 self.reductions = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "level": self._level,
-            "ceiling": self._ceiling,
-            "changed_at": self._changed_at,
-            "exponent": self._exponent,
-            "reductions": self.reductions,
-            "warm_from": self._warm_from,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._level = state["level"]
-        self._ceiling = state["ceiling"]
-        self._changed_at = state["changed_at"]
-        self._exponent = state["exponent"]
-        self.reductions = state["reductions"]
-        self._warm_from = None if state["warm_from"] is None else int(state["warm_from"])
-
 
 # ---- rate trial: which learning rate would a run that failed in its first steps have learned with? ----
 
 
+# With fewer steps to try learning rates on, the ladder is climbed rung by rung.
+LEAST_TRIAL_STEPS = 3
 # From one rate to the next lower one that is tried.
 _STRIDE = 4.0
 # Below the rate that learns fastest in a few steps: one that learns for long. Adam's steps are as long as the rate,
 # whatever the gradient, so that what is fastest at first is too restless later on (compare the tenth of fastai's
 # `lr_find`). Without second moments the best rate is the largest that is stable.
-_MARGIN_ADAPTIVE, _MARGIN_PLAIN = 8.0, 1.0
+MARGIN_ADAPTIVE, MARGIN_PLAIN = 8.0, 1.0
 # A rate has to bring the loss down by so much, in nats or as a share of it, to count as learning.
 _PROGRESS = 0.01
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RateTrial:
-    """What was found out."""
+    """Trains from a state on given steps with lower and lower rates, until it gets no better."""
 
-    scale: float | None
+    window: Window
+    rollback: Rollback
+    start: Snapshot
+    steps: Sequence[Control]
+    # A loss that is higher shows that the run does not learn.
+    limit: float
+    # By the factor on the schedule's rate.
     losses: dict[float, float] = field(default_factory=dict)
 
+    def find(self, now: float, lowest: float, margin: float) -> float | None:
+        """The factor to go on with; `None` if the run learns with none of them."""
+        scale = now / 2
+        while scale * _STRIDE >= lowest and scale > 0:
+            loss = self.losses[scale] = self._loss_after(scale)
+            best = min(self.losses.values())
+            if math.isfinite(best) and loss > best:
+                break
+            scale /= _STRIDE
+        fastest = min(self.losses, key=self.losses.__getitem__, default=None)
+        untouched = self.steps[0].loss
+        if fastest is None or not self.losses[fastest] < untouched - _PROGRESS * max(abs(untouched), 1.0):
+            return None
+        return max(fastest / margin, lowest)
 
-def try_rates(
-    window: Window,
-    rollback: Rollback,
-    start: Snapshot,
-    steps: Sequence[Control],
-    now: float,
-    lowest: float,
-    limit: float,
-    adaptive: bool,
-) -> RateTrial:
-    """Trains from a state on given steps with lower and lower rates, until it gets no better."""
-    margin = _MARGIN_ADAPTIVE if adaptive else _MARGIN_PLAIN
-    losses: dict[float, float] = {}
-    scale = now / 2
-    while scale * _STRIDE >= lowest and scale > 0:
-        losses[scale] = _loss_after(window, rollback, start, steps, scale, limit)
-        best = min(losses.values())
-        if math.isfinite(best) and losses[scale] > best:
-            break
-        scale /= _STRIDE
-    fastest = min(losses, key=lambda each: losses[each], default=None)
-    untouched = mean(control.loss for control in steps[:1])
-    if fastest is None or not losses[fastest] < untouched - _PROGRESS * max(abs(untouched), 1.0):
-        return RateTrial(None, losses)
-    return RateTrial(max(fastest / margin, lowest), losses)
-
-
-def _loss_after(
-    window: Window, rollback: Rollback, start: Snapshot, steps: Sequence[Control], scale: float, limit: float
-) -> float:
-    """Of the last steps; computed once more where a fault strikes meanwhile, from the state anew."""
-    try:
-        return _train_from(window, rollback, start, steps, scale, limit)
-    except TrainingFault as fault:
-        logger.info("Learning rates are tried out once more.", exc_info=fault.error)
-        let_go(fault.error)
-    return _train_from(window, rollback, start, steps, scale, limit)
-
-
-def _train_from(
-    window: Window, rollback: Rollback, start: Snapshot, steps: Sequence[Control], scale: float, limit: float
-) -> float:
-    losses = []
-    with window.experiment():
-        rollback.try_snapshot(start)
-        for control in steps:
-            loss = EarlierSteps(window).train_on(control, scale)
-            if not loss <= limit:
-                return math.inf
-            losses.append(loss)
-    return mean(losses[-max(len(losses) // 3, 1) :])
+    def _loss_after(self, scale: float) -> float:
+        losses = []
+        with self.window.experiment():
+            self.rollback.try_snapshot(self.start)
+            for control in self.steps:
+                loss = EarlierSteps(self.window).train_on(control, scale)
+                if not loss <= self.limit:
+                    return math.inf
+                losses.append(loss)
+        return mean(losses[-max(len(losses) // 3, 1) :])

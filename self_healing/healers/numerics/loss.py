@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from ...failures.recipes import INSPECTIONS, Action, Cause, FailureType, Symptom
+from ...failures.recipes import FAILURE_RECIPES, INSPECTIONS, THE_END, Action, Cause, FailureType, Given, Symptom
 from ...hf.objective import StepSignals
 from ...hf.step import Window
 from ...journal.incident import Incident
@@ -17,135 +17,17 @@ from ...run.healer import HealingContext
 from ...run.incidents import Diagnosis, OpenIncident
 from ...run.run import Run
 from .diagnosis import diagnose_rise, diagnose_stillness
-from .healer import DamagedCheckpointHealer, NumericsHealer, RollbackClimb
+from .healer import NumericsHealer
 
 
 logger = logging.getLogger("self_healing")
 
 
-# ---- divergence: heals a loss that rises and stays up, and a gradient that is gone ----
+# ---- applied steps: shown to the detectors; heals a loss that rises and stays up, and a gradient that is gone ----
 
 
 # Causes of a divergence that going back may cure, or has to end.
 _MAY_GO_BACK = frozenset({Cause.WEIGHTS, Cause.COMPUTATION})
-
-
-class DivergenceHealer(NumericsHealer):
-    """
-    Finds out what made the loss rise or the gradient vanish, and goes back to a trusted state if it is the weights;
-    anything else that detectors see in applied steps is watched, reported, or ends the run.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        damaged: DamagedCheckpointHealer,
-        climb: RollbackClimb,
-    ) -> None:
-        super().__init__(run)
-        self._damaged, self._climb = damaged, climb
-
-    def heal(self, opened: OpenIncident, failure: FailureType, window: Window) -> None:
-        """Acts on what was seen in applied steps, by its failure."""
-        with self.instrument.failsafe.together(), opened:
-            if self.numerics.watch.incident is opened.incident:
-                opened.leave_open()
-            if not self._heal_told(opened, failure, window):
-                self._act(opened, failure, window)
-
-    def _act(self, opened: OpenIncident, failure: FailureType, window: Window) -> None:
-        """Does what can be done without knowing the cause."""
-        incident = opened.incident
-        if self.numerics.schedule.raised_lately(incident.step, self.config.divergence_patience):
-            incident.evidence["why"] = "The schedule has just raised the learning rate again: it may well pass"
-        decision = self.numerics.policy.decide_watched(failure)
-        if Action.STOP in decision.actions:
-            self.numerics.watch.forget()
-        verdict = decision.verdict
-        if verdict and failure is FailureType.DIVERGENCE and incident.cause != Cause.WEIGHTS:
-            # The recipe blames the weights.
-            verdict = f"The loss has risen and stays up; the weights are not proven to be the cause ({incident.cause})"
-        context = HealingContext(incident, self.instrument, window, verdict=verdict)
-        self.actions.apply(decision.actions, context, self.args)
-        if INSPECTIONS.issuperset(decision.actions):
-            opened.close("reported")
-
-    def _heal_told(self, opened: OpenIncident, failure: FailureType, window: Window) -> bool:
-        """Heals what going back can cure; whether the incident is dealt with."""
-        if failure is FailureType.DIVERGENCE:
-            return self._heal_divergence(opened, window)
-        if failure is FailureType.VANISHING_GRADIENT and self.may_go_back(window.step):
-            return self._heal_stillness(opened, window)
-        return False
-
-    def _heal_divergence(self, opened: OpenIncident, window: Window) -> bool:
-        """
-        Finds out what made the loss rise, whatever is done about it; back to a trusted state if it was the weights.
-        """
-        if not self._may_try_trusted_weights(window.step):
-            return False
-        incident = opened.incident
-        if self.config.on_divergence == "heal":
-            self._damaged.suspect(HealingContext(incident, self.instrument, window))
-        found = self.diagnose_rise(window, window.signals().loss)
-        if self.config.on_divergence != "warn" or found.failure is FailureType.HARDER_DATA:
-            opened.diagnosed(found.failure, found.cause, found.evidence)
-        if found.cause in _MAY_GO_BACK and self.config.on_divergence == "heal":
-            self._climb.take_rung(HealingContext(incident, self.instrument, window, found), FailureType.DIVERGENCE)
-            opened.wait()
-            return True
-        # Computed again for the experiment, its gradient is as it came out of the backward.
-        self.clip(window, window.signals())
-        opened.stop_clock()
-        if found.failure is not FailureType.HARDER_DATA:
-            # What is not known is no reason to change a run: it is watched.
-            return False
-        self.panel.divergence.prove_harmless()
-        self.numerics.watch.forget()
-        opened.close("reported")
-        return True
-
-    def _heal_stillness(self, opened: OpenIncident, window: Window) -> bool:
-        """Weights that were driven where there is no gradient are a divergence, however slow the loss shows it."""
-        self._damaged.suspect(HealingContext(opened.incident, self.instrument, window))
-        panel, still = self.panel, window.signals()
-        first = median(panel.divergence.early.first or [math.nan])
-        found = diagnose_stillness(window, self.rollback, still, first, panel.loss_trend.scale)
-        if found.cause != Cause.WEIGHTS:
-            opened.stop_clock()
-            return False
-        opened.diagnosed(found.failure, found.cause, found.evidence)
-        context = HealingContext(opened.incident, self.instrument, window, found)
-        self._climb.take_rung(context, FailureType.DIVERGENCE)
-        opened.wait()
-        return True
-
-    def may_go_back(self, step: int) -> bool:
-        """Without a state to go back to, a run that goes on may still recover; one that was stopped cannot."""
-        if self.config.on_divergence != "heal" or not self.instrument.view.can_reexecute:
-            return False
-        if self.numerics.schedule.raised_lately(step, self.config.divergence_patience):
-            return False
-        return self.rollback.can_go_back()
-
-    def _may_try_trusted_weights(self, step: int) -> bool:
-        """Before a verdict, whatever is done about it; where the run might go back, only if it may."""
-        if self.config.on_divergence == "heal":
-            return self.may_go_back(step)
-        return self.instrument.view.can_reexecute and self.rollback.can_go_back()
-
-    def diagnose_rise(self, window: Window, loss: float) -> Diagnosis:
-        """Finds out why a loss has risen over its baseline, or over the losses the run began with."""
-        panel = self.panel
-        level = panel.loss_level if panel.loss_trend.ready else None
-        if level is None:
-            level = median(panel.divergence.early.first or [math.nan])
-        return diagnose_rise(window, self.rollback, loss, level, panel.loss_trend.scale)
-
-
-# ---- observer: shows the detectors every step that is applied, and hands on what they see ----
-
-
 # What the panel sees, and the failure it is a sign of; anything else is worth a note and no more.
 _FAILURES = {
     "vanishing_gradient": FailureType.VANISHING_GRADIENT,
@@ -157,26 +39,21 @@ _FAILURES = {
 _LOOK_EVERY = 10
 
 
-class StepObserver(NumericsHealer):
-    """Takes in steps that are applied, and clips their gradients by what is usual."""
+class AppliedSteps(NumericsHealer):
+    """
+    Takes in steps that are applied, and clips their gradients by what is usual. Finds out what made the loss rise or
+    the gradient vanish, and goes back to a trusted state if it is the weights; anything else that detectors see is
+    watched, reported, or ends the run.
+    """
 
-    def __init__(
-        self,
-        run: Run,
-        divergence: DivergenceHealer,
-        climb: RollbackClimb,
-    ) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._divergence, self._climb = divergence, climb
         self._trained: list[bool] = []
 
     def step_begins(self, signals: StepSignals) -> None:
         """Takes in what schedule and trained parameters a step has, before it is judged."""
         self.numerics.schedule.observe(signals.step, self.instrument.view.scheduled_rate)
-        self._note_what_is_trained(signals)
-
-    def _note_what_is_trained(self, signals: StepSignals) -> None:
-        """With other parameters the gradient has another norm (gradual unfreezing): no spike, but a new usual."""
+        # With other parameters the gradient has another norm (gradual unfreezing): no spike, but a new usual.
         if self._trained and signals.step % _LOOK_EVERY and self.panel.gradient_is_usual(signals):
             return
         # Whether they may have a gradient, not whether they have one: experts that no token went to have none.
@@ -201,7 +78,7 @@ class StepObserver(NumericsHealer):
         run = self.run
         self.rollback.batches.note_healthy(window)
         run.outcomes.take_in(signals.loss, self.instrument.view.step)
-        self.numerics.policy.note(skipped=False, explained=True)
+        self.numerics.limits.note(skipped=False, explained=True)
         self.observe(window, signals, clipped_to)
 
     def observe(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
@@ -214,26 +91,117 @@ class StepObserver(NumericsHealer):
             return
         self.numerics.observed_step = signals.step
         for symptom in panel.observe(signals):
-            if self._climb.went_back_in == window.step:
+            if self.climb.went_back_in == window.step:
                 # What was seen belongs to the state that was left.
                 return
             if symptom.name in ("loss_spike", "divergence"):
-                self.numerics.watch.begin(
-                    symptom,
-                    lambda incident, failure: self._divergence.heal(run.dealing_with(incident), failure, window),
-                )
-            elif symptom.name == "second_rise":
-                self.numerics.watch.rises_further(symptom)
+                incident = self.numerics.watch.begin(symptom)
+                if incident is not None:
+                    self.heal(run.dealing_with(incident), FailureType(symptom.name), window)
             elif symptom.name in _FAILURES:
                 failure = _FAILURES[symptom.name]
-                self._divergence.heal(self.open(symptom, failure, symptom.name.replace("_", " ")), failure, window)
+                self.heal(self.open(symptom, failure, symptom.name.replace("_", " ")), failure, window)
             else:
                 run.journal.noticed(symptom)
-        if self._climb.went_back_in == window.step:
+        if self.climb.went_back_in == window.step:
             return
         if panel.loss_is_usual:
             self.numerics.detector.accept(signals.loss)
         self.numerics.watch.follow(panel)
+
+    # ---- what the detectors see ----
+
+    def heal(self, opened: OpenIncident, failure: FailureType, window: Window) -> None:
+        """Acts on what was seen in applied steps, by its failure."""
+        with self.instrument.failsafe.together(), opened:
+            if self.numerics.watch.incident is opened.incident:
+                opened.leave_open()
+            dealt_with = False
+            if failure is FailureType.DIVERGENCE:
+                dealt_with = self._heal_divergence(opened, window)
+            elif failure is FailureType.VANISHING_GRADIENT and self.may_go_back(window.step):
+                dealt_with = self._heal_stillness(opened, window)
+            if not dealt_with:
+                self._act(opened, failure, window)
+
+    def _act(self, opened: OpenIncident, failure: FailureType, window: Window) -> None:
+        """Does what can be done without knowing the cause."""
+        incident = opened.incident
+        if self.numerics.schedule.raised_lately(incident.step, self.config.divergence_patience):
+            incident.evidence["why"] = "The schedule has just raised the learning rate again: it may well pass"
+        actions, verdict = self._actions_against(failure), FAILURE_RECIPES[failure].diagnosis
+        if Action.STOP in actions:
+            self.numerics.watch.incident = None
+        if failure is FailureType.DIVERGENCE and incident.cause != Cause.WEIGHTS:
+            # The recipe blames the weights.
+            verdict = f"The loss has risen and stays up; the weights are not proven to be the cause ({incident.cause})"
+        self.actions.apply(actions, HealingContext(incident, self.instrument, window, verdict=verdict), self.args)
+        if set(actions) <= set(INSPECTIONS):
+            opened.close("reported")
+
+    def _actions_against(self, failure: FailureType) -> tuple[Action, ...]:
+        if failure is FailureType.DIVERGENCE and self.config.on_divergence == "stop":
+            # The weights are what is wrong: nothing is saved of them.
+            return (Action.STOP,)
+        if failure is FailureType.DEAD_LOSS and self.config.on_red_flag == "warn":
+            return ()
+        return self.numerics.ladder.next(failure, {Given.CAUSE_UNKNOWN}).actions
+
+    def _heal_divergence(self, opened: OpenIncident, window: Window) -> bool:
+        """
+        Finds out what made the loss rise, whatever is done about it; back to a trusted state if it was the weights.
+        """
+        tries = self.instrument.view.can_reexecute and self.rollback.can_go_back()
+        if not (self.may_go_back(window.step) if self.config.on_divergence == "heal" else tries):
+            return False
+        incident = opened.incident
+        found = self.diagnose_rise(window, window.signals().loss)
+        if self.config.on_divergence != "warn" or found.failure is FailureType.HARDER_DATA:
+            opened.diagnosed(found.failure, found.cause, found.evidence)
+        if found.cause in _MAY_GO_BACK and self.config.on_divergence == "heal":
+            self.climb.take_rung(HealingContext(incident, self.instrument, window, found), FailureType.DIVERGENCE)
+            opened.wait()
+            return True
+        # Computed again for the experiment, its gradient is as it came out of the backward.
+        self.clip(window, window.signals())
+        opened.stop_clock()
+        if found.failure is not FailureType.HARDER_DATA:
+            # What is not known is no reason to change a run: it is watched.
+            return False
+        self.panel.divergence.prove_harmless()
+        self.numerics.watch.incident = None
+        opened.close("reported")
+        return True
+
+    def _heal_stillness(self, opened: OpenIncident, window: Window) -> bool:
+        """Weights that were driven where there is no gradient are a divergence, however slow the loss shows it."""
+        panel, still = self.panel, window.signals()
+        first = median(panel.divergence.early.first or [math.nan])
+        found = diagnose_stillness(window, self.rollback, still, first, panel.loss_trend.scale)
+        if found.cause != Cause.WEIGHTS:
+            opened.stop_clock()
+            return False
+        opened.diagnosed(found.failure, found.cause, found.evidence)
+        context = HealingContext(opened.incident, self.instrument, window, found)
+        self.climb.take_rung(context, FailureType.DIVERGENCE)
+        opened.wait()
+        return True
+
+    def may_go_back(self, step: int) -> bool:
+        """Without a state to go back to, a run that goes on may still recover; one that was stopped cannot."""
+        if self.config.on_divergence != "heal" or not self.instrument.view.can_reexecute:
+            return False
+        if self.numerics.schedule.raised_lately(step, self.config.divergence_patience):
+            return False
+        return self.rollback.can_go_back()
+
+    def diagnose_rise(self, window: Window, loss: float) -> Diagnosis:
+        """Finds out why a loss has risen over its baseline, or over the losses the run began with."""
+        panel = self.panel
+        level = panel.loss_trend.level if panel.loss_trend.ready else None
+        if level is None:
+            level = median(panel.divergence.early.first or [math.nan])
+        return diagnose_rise(window, self.rollback, loss, level, panel.loss_trend.scale)
 
 
 # ---- spikes: heals steps whose gradient is far outside of what is usual ----
@@ -241,16 +209,6 @@ class StepObserver(NumericsHealer):
 
 class SpikeHealer(NumericsHealer):
     """Computes the step again, clips its gradient, leaves it out, or goes back to a trusted state."""
-
-    def __init__(
-        self,
-        run: Run,
-        observer: StepObserver,
-        divergence: DivergenceHealer,
-        climb: RollbackClimb,
-    ) -> None:
-        super().__init__(run)
-        self._observer, self._divergence, self._climb = observer, divergence, climb
 
     @property
     def heals(self) -> bool:
@@ -260,36 +218,46 @@ class SpikeHealer(NumericsHealer):
     def heal(self, window: Window, symptom: Symptom) -> None:
         """Computes the step again before anything is decided about it."""
         with self.incident(symptom.step, symptom.name, symptom.evidence, symptom.severity) as opened:
-            self._heal(opened, window, symptom)
+            again, applied = window.compute_again(), self.run.part(AppliedSteps)
+            transient = again.finite and self.panel.spike(again) is None
+            if again.finite:
+                # As it is without the passing fault: faults that come again and again are not what is usual.
+                applied.remember_spike(again)
+            failure = FailureType.SPIKE_TRANSIENT if transient else FailureType.GRADIENT_SPIKE
+            cause = Cause.TRANSIENT if transient else Cause.SAME_AGAIN if again.finite else Cause.NOT_FINITE_AGAIN
+            opened.diagnosed(failure, cause, {"again": {"loss": again.loss, "grad_norm": again.grad_norm}})
+            if not transient:
+                self.keep_batch(window, opened.incident)
+            if not transient and again.finite and self._weights_spike(opened, window, symptom, again):
+                context = HealingContext(opened.incident, self.instrument, window)
+                self.climb.take_rung(context, FailureType.DIVERGENCE)
+                return
+            self._act(opened, window, symptom, again, failure)
 
-    def _heal(self, opened: OpenIncident, window: Window, symptom: Symptom) -> None:
-        incident, again = opened.incident, window.compute_again()
-        transient = again.finite and self.panel.spike(again) is None
-        if again.finite:
-            # As it is without the passing fault: faults that come again and again are not what is usual.
-            self._observer.remember_spike(again)
-        failure = FailureType.SPIKE_TRANSIENT if transient else FailureType.GRADIENT_SPIKE
-        cause = Cause.TRANSIENT if transient else Cause.SAME_AGAIN if again.finite else Cause.NOT_FINITE_AGAIN
-        evidence = {"again": {"loss": again.loss, "grad_norm": again.grad_norm}}
-        opened.diagnosed(failure, cause, evidence)
-        if not transient:
-            self.keep_batch(window, incident)
-        if not transient and again.finite and self._weights_spike(opened, window, symptom, again):
-            self._climb.take_rung(HealingContext(incident, self.instrument, window), FailureType.DIVERGENCE)
-            return
-        usual = self.panel.gradient_level
-        decision = self.numerics.policy.decide_spike(symptom, transient, again.finite, may_clip=usual is not None)
-        context = HealingContext(incident, self.instrument, window, clip_to=usual)
-        self.actions.apply(decision.actions, context, self.args)
+    def _act(
+        self, opened: OpenIncident, window: Window, symptom: Symptom, again: StepSignals, failure: FailureType
+    ) -> None:
+        usual, limits = self.panel.gradient_level, self.numerics.limits
+        holds = {
+            Given.NOT_FINITE_AGAIN: not again.finite,
+            Given.LOSS_USUAL: symptom.name == "gradient_spike",
+            Given.NORM_KNOWN: usual is not None,
+            Given.SKIPS_LEFT: limits.may_skip_spike(symptom.step),
+        }
+        actions = self.numerics.ladder.next(failure, {given for given, so in holds.items() if so}).actions
+        context = HealingContext(opened.incident, self.instrument, window, clip_to=usual)
+        self.actions.apply(actions, context, self.args)
         opened.wait()
-        if window.skipped:
-            context.verdict = self.numerics.policy.note(skipped=True, explained=True) or ""
-            if context.verdict:
-                self.numerics.policy.reset()
-                self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self.args)
-        else:
-            clipped = Action.CLIP_GRADIENT in decision.actions and usual is not None
-            self._observer.take_in(window, again, usual if clipped and usual is not None else math.inf)
+        if not window.skipped:
+            clipped = Action.CLIP_GRADIENT in actions and usual is not None
+            self.run.part(AppliedSteps).take_in(window, again, usual if clipped and usual is not None else math.inf)
+            return
+        if again.finite:
+            limits.spike_skips.append(symptom.step)
+        context.verdict = limits.note(skipped=True, explained=True)
+        if context.verdict:
+            limits.reset()
+            self.actions.apply(THE_END, context, self.args)
 
     def report(self, symptom: Symptom) -> None:
         """Journals a spike that nothing is done about."""
@@ -301,10 +269,11 @@ class SpikeHealer(NumericsHealer):
 
     def _weights_spike(self, opened: OpenIncident, window: Window, symptom: Symptom, again: StepSignals) -> bool:
         """Whether it is the weights: a batch that is left out does not come back in the next step."""
-        in_a_row = symptom.name == "co_spike" and window.step - 1 in self.numerics.policy.spike_skips
-        if not in_a_row or not self._divergence.may_go_back(window.step):
+        in_a_row = symptom.name == "co_spike" and window.step - 1 in self.numerics.limits.spike_skips
+        applied = self.run.part(AppliedSteps)
+        if not in_a_row or not applied.may_go_back(window.step):
             return False
-        found = self._divergence.diagnose_rise(window, again.loss)
+        found = applied.diagnose_rise(window, again.loss)
         if found.cause == Cause.WEIGHTS:
             opened.diagnosed(found.failure, found.cause, found.evidence)
         return found.cause == Cause.WEIGHTS
@@ -316,29 +285,23 @@ class SpikeHealer(NumericsHealer):
 class RedFlagHealer(NumericsHealer):
     """Holds logs against the metric rules, and ends the run or goes back before the next step is applied."""
 
-    def __init__(self, run: Run, climb: RollbackClimb) -> None:
-        super().__init__(run)
-        self._climb = climb
-
     def read_logs(self, step: int, logs: Mapping[str, Any]) -> None:
         """Holds a log against the metric rules. A rule that ends the run does so before the next step is applied."""
         run, numerics = self.run, self.numerics
-        evaluation = logs.get("eval_loss")
-        if isinstance(evaluation, float):
-            symptom = self.panel.observe_evaluation(step, evaluation)
-            if symptom is not None:
-                run.journal.noticed(symptom)
         if numerics.rules is None:
             return
         told: set[str] = set()
-        for symptom in sorted(numerics.rules.observe(step, logs), key=_alerts_last):
+        found = numerics.rules.observe(step, logs)
+        # Alerts last, and of those the most severe first.
+        found.sort(key=lambda each: (each.evidence.get("action") == "alert", each.severity != "error"))
+        for symptom in found:
             action, about = str(symptom.evidence.get("action")), str(symptom.evidence.get("about", ""))
             if symptom.severity == "info" or (action == "alert" and about in told):
                 run.journal.noticed(symptom)
                 continue
             told |= {about} - {""}
             opened = self.open(symptom, FailureType.RED_FLAG, symptom.name.removeprefix("rule:").replace("_", " "))
-            acts = numerics.policy.acts_on(action)
+            acts = self.config.on_red_flag == "act"
             if acts and action == "stop" and run.stop_incident is None:
                 run.stop_incident = opened.incident
             elif acts and action == "rollback" and numerics.roll_back_for is None:
@@ -358,7 +321,7 @@ class RedFlagHealer(NumericsHealer):
         if "seen_by_rank" in evidence:
             verdict += f" (seen by rank {evidence['seen_by_rank']})"
         context = HealingContext(incident, self.instrument, window, verdict=verdict)
-        self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self.args)
+        self.actions.apply(THE_END, context, self.args)
 
     def roll_back(self, window: Window) -> None:
         """Goes back instead of applying a step."""
@@ -366,7 +329,7 @@ class RedFlagHealer(NumericsHealer):
         self.numerics.roll_back_for = None
         with self.run.dealing_with(incident) as opened:
             if self.instrument.view.can_reexecute and self.rollback.can_go_back():
-                self._climb.take_rung(HealingContext(incident, self.instrument, window), FailureType.RED_FLAG)
+                self.climb.take_rung(HealingContext(incident, self.instrument, window), FailureType.RED_FLAG)
                 return
             incident.evidence["why"] = "Its action is to roll back, and there is no trusted state to go back to"
             opened.close("reported")
@@ -390,7 +353,3 @@ class RedFlagHealer(NumericsHealer):
         opened = self.incident(window.step, incident.symptom, evidence, incident.severity)
         opened.diagnosed(incident.failure or FailureType.RED_FLAG, incident.cause)
         return opened.incident
-
-
-def _alerts_last(symptom: Symptom) -> tuple[bool, bool]:
-    return symptom.evidence.get("action") == "alert", symptom.severity != "error"

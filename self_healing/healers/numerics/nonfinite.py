@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from typing import NoReturn
 
-from ...failures.recipes import FAILURE_RECIPES, Action, Cause, FailureType, Symptom
+from ...failures.recipes import FAILURE_RECIPES, THE_END, Action, Cause, FailureType, Given, Symptom
 from ...hf.state import nonfinite_copies
 from ...hf.step import Window
-from ...journal.incident import Incident
 from ...ranks import votes
-from ...rollback.rollback import Target, WentBack
+from ...rollback.rollback import WentBack
 from ...run.healer import HealingContext
 from ...run.incidents import Diagnosis, OpenIncident
-from ...run.run import Run
 from .diagnosis import diagnose, diagnose_start
-from .healer import DamagedCheckpointHealer, NumericsHealer, RollbackClimb
-from .loss import StepObserver
+from .healer import NumericsHealer
+from .loss import AppliedSteps
 
 
 # ---- nonfinite: heals steps whose loss or gradient is not finite ----
@@ -39,16 +37,6 @@ class NonfiniteHealer(NumericsHealer):
     trusted state, or ends the run.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        observer: StepObserver,
-        damaged: DamagedCheckpointHealer,
-        climb: RollbackClimb,
-    ) -> None:
-        super().__init__(run)
-        self._observer, self._damaged, self._climb = observer, damaged, climb
-
     def heal(self, window: Window, symptom: Symptom) -> None:
         """Diagnoses a step that is not finite, and acts on it."""
         if not self.acts and self.numerics.reported_step == symptom.step - 1:
@@ -63,7 +51,11 @@ class NonfiniteHealer(NumericsHealer):
         run, incident = self.run, opened.incident
         # Before it is computed again. The gradient has been summed over ranks, and says no more whose it was.
         losses_are_finite = all(math.isfinite(float(loss)) for loss in window.losses)
-        diagnosis = self._diagnose(window)
+        if self.acts and self.config.on_nonfinite == "heal":
+            diagnosis = diagnose(window, self.instrument, self.rollback.batches.healthy_inputs)
+        else:
+            asked_for = {"on_nonfinite": self.config.on_nonfinite}
+            diagnosis = Diagnosis(FailureType.NONFINITE_UNDIAGNOSED, Cause.NOT_LOOKED_FOR, asked_for)
         if diagnosis.failure is FailureType.CORRUPTED_STATE:
             ranks = self.ranks_with(diagnosis.evidence["tensors"])
         else:
@@ -73,48 +65,53 @@ class NonfiniteHealer(NumericsHealer):
         opened.diagnosed(diagnosis.failure, diagnosis.cause, {**diagnosis.evidence, **ranks})
         context = HealingContext(incident, self.instrument, window, diagnosis)
         if diagnosis.failure is FailureType.CORRUPTED_STATE:
-            self._climb.take_rung(context, diagnosis.failure)
+            self.climb.take_rung(context, diagnosis.failure)
             return
         if diagnosis.everywhere and not self.instrument.optimizer_step.weights_moved:
             self._stop_at_the_start(opened, context)
-        decision = self.numerics.policy.decide(diagnosis, acts=self.acts)
         self.keep_batch(window, incident)
-        context.verdict = decision.verdict
-        self.actions.apply(decision.actions, context, self.args)
-        if not window.skipped and decision.actions:
+        actions = self._actions_against(diagnosis)
+        if self.config.on_nonfinite == "raise":
+            context.verdict = "loss or gradient norm is not finite (on_nonfinite='raise')"
+        self.actions.apply(actions, context, self.args)
+        if not window.skipped and actions:
             # What the healed step shows has incidents of its own.
             opened.stop_clock()
             healed = window.signals()
             run.outcomes.take_in(healed.loss, self.instrument.view.step)
-            self._observer.observe(window, healed)
+            self.run.part(AppliedSteps).observe(window, healed)
         opened.wait()
-        stop = self.numerics.policy.note(
+        stop = self.numerics.limits.note(
             window.skipped,
             explained=diagnosis.failure is FailureType.NONFINITE_POISON_ROWS,
             rows=diagnosis.rows,
             dropped=diagnosis.poison_rows,
         )
-        if stop is None:
+        if not stop:
             return
-        if diagnosis.failure is FailureType.NONFINITE_NUMERICAL and self.numerics.policy.out_of_patience:
+        if diagnosis.failure is FailureType.NONFINITE_NUMERICAL and self.numerics.limits.out_of_patience:
             if not self.instrument.optimizer_step.weights_moved:
                 self._stop_at_the_start(opened, context)
-            self._climb.take_rung(context, diagnosis.failure, verdict=stop)
+            self.climb.take_rung(context, diagnosis.failure, verdict=stop)
             opened.wait()
             return
         context.verdict = stop
-        self.numerics.policy.reset()
-        self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self.args)
+        self.numerics.limits.reset()
+        self.actions.apply(THE_END, context, self.args)
+
+    def _actions_against(self, diagnosis: Diagnosis) -> tuple[Action, ...]:
+        if not self.acts:
+            return ()
+        if self.config.on_nonfinite == "raise":
+            return THE_END
+        return self.numerics.ladder.next(diagnosis.failure, {Given.PATIENCE_LEFT}).actions
 
     def _stop_at_the_start(self, opened: OpenIncident, context: HealingContext) -> NoReturn:
         """
         Ends a run whose weights no update has changed: they are what they were given as, and no state to go back to
         and no lower rate makes them others.
         """
-        incident, window = opened.incident, context.window
-        if window is None:
-            raise ValueError("ending a run at its start needs `context.window`")
-        self._damaged.suspect(context)
+        incident, window = opened.incident, context.step_in_hand
         self.keep_batch(window, incident)
         found = diagnose_start(window, str(incident.evidence.get("why", "")))
         opened.diagnosed(found.failure, found.cause, found.evidence)
@@ -126,23 +123,12 @@ class NonfiniteHealer(NumericsHealer):
         )
         incident.steps_lost = max(incident.steps_lost, 1)
         opened.stop_clock()
-        self.numerics.policy.reset()
-        self.actions.apply(FAILURE_RECIPES[found.failure].ladder, context, self.args)
+        self.numerics.limits.reset()
+        self.actions.apply(FAILURE_RECIPES[found.failure].actions, context, self.args)
         raise AssertionError("the last of these actions raises")
-
-    def _diagnose(self, window: Window) -> Diagnosis:
-        if self.config.on_nonfinite != "heal" or not self.acts:
-            return Diagnosis(
-                FailureType.NONFINITE_UNDIAGNOSED, Cause.NOT_LOOKED_FOR, {"on_nonfinite": self.config.on_nonfinite}
-            )
-        return diagnose(window, self.instrument, self.rollback.batches.healthy_inputs)
 
 
 # ---- corrupted state: heals weights and optimizer states that are not finite where no loss has shown it yet ----
-
-
-# After this vote ranks do not meet any more, if nothing was found.
-LOOKED_AT_END = "the state at the end is not finite"
 
 
 class CorruptedStateHealer(NumericsHealer):
@@ -151,10 +137,7 @@ class CorruptedStateHealer(NumericsHealer):
     since then again.
     """
 
-    def __init__(self, run: Run, climb: RollbackClimb) -> None:
-        super().__init__(run)
-        self._climb = climb
-        self._told_of_state = False
+    _told_of_state = False
 
     def heal_silent(self, window: Window, tensors: list[str]) -> None:
         """Goes back from a state that is not finite, which no loss has shown yet: a row of an embedding, a mean."""
@@ -163,7 +146,7 @@ class CorruptedStateHealer(NumericsHealer):
         if self.config.on_nonfinite != "heal" or not self.on_any_rank("the state is not finite", bool(found)):
             return
         with self._open(window.step, found[:20] or tensors, found) as opened:
-            self._climb.take_rung(HealingContext(opened.incident, instrument, window), FailureType.CORRUPTED_STATE)
+            self.climb.take_rung(HealingContext(opened.incident, instrument, window), FailureType.CORRUPTED_STATE)
 
     def heal_the_end(self) -> None:
         """After the last step: weights that turned NaN with it would be handed over as trained."""
@@ -172,7 +155,7 @@ class CorruptedStateHealer(NumericsHealer):
         if self.config.on_nonfinite != "heal" or not instrument.view.can_reexecute or window is None:
             return
         found = instrument.view.nonfinite_tensors()
-        if not self.on_any_rank(LOOKED_AT_END, bool(found)):
+        if not self.on_any_rank("the state at the end is not finite", bool(found)):
             return
         best = instrument.trainer.state.best_model_checkpoint if instrument.view.best_model_loaded else None
         with self._open(step, found[:20], found) as opened:
@@ -185,44 +168,25 @@ class CorruptedStateHealer(NumericsHealer):
                     "written with this optimizer state is refused at a resume",
                 )
                 return
-            went = self._undo_corruption(incident, window, step)
+            context = HealingContext(incident, instrument, window)
+            went = self._undo_corruption(context)
             if went is None:
-                context = HealingContext(incident, instrument, window)
                 context.verdict = "the weights at the end of the run are not finite, and there is no trusted state"
                 self.actions.apply((Action.STOP,), context, self.args)
                 return
-            if best is not None:
-                reached = went.step if incident.steps_lost else step
-                incident.evidence["why"] = (
-                    f"The best model ({best}) was not finite: the weights are those of step {reached}"
-                )
             opened.close("resolved")
         owed = bool(went.suspects) and not self.rollback.checkpoints.has_good(step)
         if votes.from_first_rank("a checkpoint is owed", lambda: owed, instrument.view.device):
             # Otherwise a resume would go back to before the fault.
             instrument.saves.write_checkpoint()
 
-    def _undo_corruption(self, incident: Incident, window: Window, step: int) -> WentBack | None:
+    def _undo_corruption(self, context: HealingContext) -> WentBack | None:
         """Between two steps: back to the newest trusted state, and the finished steps since then applied again."""
-        run = self.run
-        went = self.rollback.go_back(Target.NEWEST, step - 1, incident.id)
-        if went is None:
-            return None
-        run.journal.acted(incident, Action.ROLL_BACK.value, **went.to_dict())
-        self.numerics.missing.went_back(step, went.trained)
-        replayed = self.rollback.replay(window, self.numerics.is_well, finished=True)
-        incident.steps_lost = went.steps_lost if replayed.steps is None else 0
-        if replayed.steps is None:
-            run.journal.acted(incident, Action.REPLAY_STEPS.value, happened=False, why=replayed.why)
-            incident.figures.append(f"the steps since then were not kept: {replayed.why}")
-        else:
-            self.numerics.missing.applied_again(replayed.steps)
-            run.journal.acted(incident, Action.REPLAY_STEPS.value, **replayed.to_dict())
-            self.numerics.repeatability.owe(incident, replayed.apart)
-            run.outcomes.nothing_lost_since(went.step)
-            went = self.rollback.reinstate(went)
-        self._climb.owe_checkpoint(went)
-        return went
+        context.finished = True
+        self.actions.apply(FAILURE_RECIPES[FailureType.CORRUPTED_STATE].rungs[0].actions, context, self.args)
+        if context.went_back is not None:
+            self.climb.owe_checkpoint(context.went_back)
+        return context.went_back
 
     def vouch_for_state(self) -> None:
         """Searches what goes into a checkpoint for NaN and Inf that no loss has shown, and heals what it finds."""
@@ -242,21 +206,19 @@ class CorruptedStateHealer(NumericsHealer):
         self._told_of_state = not finite
 
     def _heal_before_a_save(self, opened: OpenIncident) -> bool:
-        run, instrument, incident = self.run, self.instrument, opened.incident
+        instrument, incident = self.instrument, opened.incident
         window, step = instrument.window or instrument.reentry.interrupted, instrument.view.step
         if self.config.on_nonfinite != "heal" or window is None or instrument.leaving.begun:
             return self._report(opened, "It is not healed here; no checkpoint of it is trusted")
         if not self.rollback.can_go_back():
             return self._report(opened, "There is no trusted state to go back to; no checkpoint of it is trusted")
         context = HealingContext(incident, instrument, window)
-        if not run.budget.spend(step):
-            context.verdict = (
-                f"{FAILURE_RECIPES[FailureType.CORRUPTED_STATE].diagnosis.rstrip('.')}; the budget of "
-                f"{self.config.max_recovery_attempts} attempts without progress is spent"
-            )
-            self.actions.apply((Action.STOP,), context, self.args)
+        spent = self.numerics.ladder.pay(step)
+        if spent:
+            context.verdict = f"{FAILURE_RECIPES[FailureType.CORRUPTED_STATE].diagnosis.rstrip('.')}; {spent}"
+            self.actions.apply(Action.STOP, context, self.args)
         with instrument.random_state_kept():
-            went = self._undo_corruption(incident, window, step)
+            went = self._undo_corruption(context)
         if went is None:
             # What is frozen is in no snapshot.
             context.verdict = f"no trusted state is any better: {', '.join(instrument.view.nonfinite_tensors()[:5])}"
@@ -265,7 +227,6 @@ class CorruptedStateHealer(NumericsHealer):
         if incident.steps_lost:
             # It is not what was evaluated.
             instrument.saves.disown_best()
-            self.rollback.give_up_steps(step - 1)
             self.numerics.went_back(incident)
             opened.wait()
         else:
@@ -300,21 +261,17 @@ class CorruptedStateHealer(NumericsHealer):
 
     def heal_interrupted_step(self, context: HealingContext) -> None:
         """Goes back where an `optimizer.step()` may have updated some weights and not others."""
-        if context.window is None:
-            raise ValueError("going back in the middle of a run needs `context.window`")
+        window, half_done = context.step_in_hand, "; it may have updated some weights and not others, and"
         if not self.rollback.can_go_back():
-            context.verdict += (
-                "; it may have updated some weights and not others, and there is no trusted state to go back to, "
-                "neither in memory nor on disk"
-            )
+            context.verdict += f"{half_done} there is no trusted state to go back to, neither in memory nor on disk"
             self.actions.apply(Action.STOP, context, self.args)
         self.instrument.optimizer_step.undone()
         # Where the steps since then could not be applied again the first time, they are lost.
-        replaying = () if context.window.skipped else (Action.REPLAY_STEPS,)
+        replaying = () if window.skipped else (Action.REPLAY_STEPS,)
         self.actions.apply((Action.ROLL_BACK, *replaying), context, self.args)
         if context.went_back is None:
-            context.verdict += "; it may have updated some weights and not others, and no trusted state was any better"
+            context.verdict += f"{half_done} no trusted state was any better"
             self.actions.apply(Action.STOP, context, self.args)
-        self._climb.owe_checkpoint(context.went_back)
-        if not context.window.skipped:
-            self.clip(context.window, context.window.signals())
+        self.climb.owe_checkpoint(context.went_back)
+        if not window.skipped:
+            self.clip(window, window.signals())

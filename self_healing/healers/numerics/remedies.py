@@ -8,7 +8,6 @@ from typing import Any
 from transformers import TrainingArguments
 
 from ...failures.recipes import Action, FailureType
-from ...hf.adapter import Instrument
 from ...hf.state import reset_moments
 from ...run.healer import CarryOut, HealingContext
 from ...run.run import Run
@@ -49,21 +48,19 @@ class NumericsRemedies:
 
     def _drop_rows(self, context: HealingContext, args: TrainingArguments) -> dict[str, Any]:
         window, diagnosis = context.step_in_hand, context.diagnosis
-        if diagnosis is None:
-            raise ValueError("drop_rows needs the diagnosis that names the rows")
+        assert diagnosis is not None, "it names the rows"
         keep: dict[int, list[int]] = {}
         for index, bad in diagnosis.poison.items():
             layout = window.layout(index)
             if layout is not None:
                 keep[index] = [row for row in range(layout.rows) if row not in set(bad)]
         remaining = diagnosis.rows - diagnosis.poison_rows
-        if remaining == 0:
-            return self._skip_step(context, args) | {"dropped": diagnosis.poison_rows, "kept": remaining}
-        if not window.compute_again(keep).finite:
+        dropped = {"dropped": diagnosis.poison_rows, "kept": remaining}
+        if remaining == 0 or not window.compute_again(keep).finite:
             # The rows were not the whole story: one rung up.
-            return self._skip_step(context, args) | {"dropped": diagnosis.poison_rows, "kept": remaining}
+            return self._skip_step(context, args) | dropped
         window.accept()
-        return {"dropped": diagnosis.poison_rows, "kept": remaining}
+        return dropped
 
     def _skip_step(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         gone_back, before = context.went_back is not None, context.step_in_hand.skipped
@@ -78,8 +75,7 @@ class NumericsRemedies:
 
     def _clip_gradient(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         window, usual = context.step_in_hand, context.clip_to
-        if usual is None:
-            raise ValueError("clip_gradient needs the norm to clip to")
+        assert usual is not None, "it is what is clipped to"
         window.accept()
         norm = min(window.signals().grad_norm or 0.0, self._run.instrument.view.max_grad_norm or math.inf)
         if usual < norm:
@@ -97,12 +93,14 @@ class NumericsRemedies:
         instrument, incident = context.running, context.incident
         step, missing = instrument.view.step, self._numerics.missing
         before = missing.count
-        went = context.went_back = self._rollback.go_back(context.target, step, incident.id)
+        went = context.went_back = self._rollback.go_back(context.target, step - context.finished, incident.id)
         if went is None:
             return {"why": "there is no trusted state, neither in memory nor on disk", "happened": False}
-        self._numerics.went_back(incident)
-        # Asked for between two steps, no step is left out for it.
-        missing.went_back(step + (context.window is not None), went.trained)
+        in_step = context.window is not None and not context.finished
+        if not context.finished:
+            self._numerics.went_back(incident)
+        # Between two steps, none is left out for it.
+        missing.went_back(step + in_step, went.trained)
         # Steps since that state which were missing before are lost already, in this incident or an earlier one.
         incident.steps_lost += max(missing.count - before, 0)
         incident.figures.append(f"back to the state of step {went.step}")
@@ -118,15 +116,25 @@ class NumericsRemedies:
             FailureType.OUT_OF_MEMORY,
         )
         replayed = self._rollback.replay(
-            window, numerics.is_well, loss_in_question=not of_the_state, unlike_from=context.unlike_from
+            window,
+            numerics.is_well,
+            finished=context.finished,
+            loss_in_question=not of_the_state,
+            unlike_from=context.unlike_from,
         )
         if replayed.steps is None:
-            self._run.journal.acted(context.incident, Action.REPLAY_STEPS.value, happened=False, why=replayed.why)
             context.incident.figures.append(f"the steps since then were not kept: {replayed.why}")
+            if context.finished:
+                self._rollback.give_up_steps(context.running.view.step - 1)
+                return {"why": replayed.why, "happened": False}
+            self._run.journal.acted(context.incident, Action.REPLAY_STEPS.value, happened=False, why=replayed.why)
             return self._skip_step(context, args)
-        window.accept()
-        numerics.missing.applied_again(replayed.steps + 1)
-        numerics.ladder.healed(context.incident.failure)
+        if context.finished:
+            numerics.missing.count -= replayed.steps
+        else:
+            window.accept()
+            numerics.missing.count -= replayed.steps + 1
+            numerics.ladder.healed(context.incident.failure)
         if context.incident.failure is FailureType.CORRUPTED_STATE:
             context.went_back = self._rollback.reinstate(context.went_back)
         context.incident.steps_lost = 0
@@ -139,15 +147,17 @@ class NumericsRemedies:
         instrument = context.running
         before = instrument.view.learning_rate
         self._numerics.learning_rate.reduce(instrument.view.step, context.rate_scale, context.blamed_step)
-        self._numerics.note_rate(instrument.view.learning_rate)
+        self._numerics.rate_after_reduction = instrument.view.learning_rate
         context.incident.figures.append(f"learning rate from {before:.3g} to {instrument.view.learning_rate:.3g}")
         control = self._numerics.learning_rate
-        return self._rate(instrument) | {"from": before, "hold_steps": control.hold, "ramp_steps": control.ramp}
-
-    def _rate(self, instrument: Instrument) -> dict[str, Any]:
-        control = self._numerics.learning_rate
-        scale = control.scale(instrument.view.step)
-        return {"scale": scale, "learning_rate": instrument.view.learning_rate, "reductions": control.reductions}
+        return {
+            "scale": control.scale(instrument.view.step),
+            "learning_rate": instrument.view.learning_rate,
+            "reductions": control.reductions,
+            "from": before,
+            "hold_steps": control.hold,
+            "ramp_steps": control.ramp,
+        }
 
     def _reset_moments(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument = context.running
@@ -161,16 +171,12 @@ class NumericsRemedies:
 
     def _check_data_quality(self, context: HealingContext, args: TrainingArguments) -> dict[str, Any]:
         trainer = context.running.trainer
-        found = check_data_quality(
-            trainer.train_dataset,
-            vocabulary=vocabulary_of(trainer.model),
-            max_length=getattr(args, "max_length", None),
-        )
-        return self._note_findings(context, "data", found.to_dict())
+        longest = getattr(args, "max_length", None)
+        found = check_data_quality(trainer.train_dataset, vocabulary_of(trainer.model), max_length=longest).to_dict()
+        context.incident.evidence["check_data"] = found
+        return {"check_data": found}
 
     def _check_model_init(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
-        return self._note_findings(context, "model", check_model_init(context.running.trainer.model).to_dict())
-
-    def _note_findings(self, context: HealingContext, what: str, found: dict[str, Any]) -> dict[str, Any]:
-        context.incident.evidence[f"check_{what}"] = found
-        return {f"check_{what}": found}
+        found = check_model_init(context.running.trainer.model).to_dict()
+        context.incident.evidence["check_model"] = found
+        return {"check_model": found}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from ...failures.recipes import Action, FailureType
+from ...failures.recipes import FailureType
 from ...hf.replicas import DIGEST_PARTS, Apart, Group, Replicas, SumsOfGroups, are_apart, unlike
 from ...hf.step import Window
 from ...ranks import votes
@@ -18,18 +16,13 @@ from ...run.healer import HealingContext
 from ...run.incidents import OpenIncident
 from ...run.run import Run
 from ...system import processes
-from .healer import NumericsHealer, RollbackClimb
+from .healer import NumericsHealer
 
 
 logger = logging.getLogger("self_healing")
 
-# Votes after which ranks do not meet any more in what they are about.
-SAME, HOW_OFTEN = "weights are the same", "how often weights are compared"
-# Share of the training time that comparing may take, and optimizer steps from one comparison to the next. A step reads
-# all weights several times: comparing takes less than a step, and less than that share in the longest interval.
-_SHARE, _FEWEST_STEPS, _MOST_STEPS = 0.001, 10, 1000
-# How often it is timed: the shortest time is the one that nothing else has disturbed.
-_TIMED = 3
+# Optimizer steps from one comparison to the next. A step reads all weights several times, and comparing once or twice.
+_EVERY = 50
 # How much farther from the weights as they should be those of the rank that was hit must be.
 _CLEARLY_FARTHER = 2.0
 
@@ -40,19 +33,13 @@ class ReplicaHealer(NumericsHealer):
     applies the steps since then again, and names the rank that was hit.
     """
 
-    def __init__(self, run: Run, climb: RollbackClimb) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._climb = climb
         self._replicas: Replicas | None = None
-        self._off = False
+        self.off = False
         # The last step at which they were the same.
-        self._same_at: int | None = None
+        self.same_at: int | None = None
         self._next = 0
-        # Steps from one comparison to the next, and where a state is about to be trusted.
-        self._interval, self._closest = _FEWEST_STEPS, 1
-        self._chosen = False
-        # Seconds that reading takes on this rank.
-        self._seconds: float | None = None
         # How often each rank was named.
         self._hit: Counter[int] = Counter()
 
@@ -60,21 +47,14 @@ class ReplicaHealer(NumericsHealer):
 
     def due(self, step: int) -> bool:
         """Whether weights are to be compared in this step."""
-        if self._off or processes.world_size() == 1 or self.config.on_nonfinite != "heal" or not self.acts:
+        if self.off or processes.world_size() == 1 or self.config.on_nonfinite != "heal" or not self.acts:
             return False
         if self._replicas is None:
             self._replicas = Replicas(self.instrument.trainer)
-            self._off = not self._replicas.possible
-        if self._off or self._same_at is None:
-            return not self._off
-        states = self.rollback.states
-        needed = step - self._same_at >= self._closest and states.will_trust(step)
-        return needed or step >= self._next or self.instrument.view.in_last_step
-
-    @property
-    def known(self) -> bool:
-        """Whether they have been the same, so that it would mean something if they are not."""
-        return not self._off and self._same_at is not None
+            self.off = not self._replicas.possible
+        if self.off or self.same_at is None:
+            return not self.off
+        return step >= self._next or self.rollback.states.will_trust(step) or self.instrument.view.in_last_step
 
     def compared_since(self, step: int) -> bool:
         """
@@ -82,38 +62,23 @@ class ReplicaHealer(NumericsHealer):
         seen. Always, where nothing is compared.
         """
         # Moments show in weights after the next update.
-        return self._off or self._replicas is None or (self._same_at is not None and self._same_at > step)
+        return self.off or self._replicas is None or (self.same_at is not None and self.same_at > step)
 
     def digest(self) -> torch.Tensor:
-        """Reads the weights of this rank, and at the first time how long that takes: [`Replicas.digest`]."""
-        replicas = self._replicas
-        assert replicas is not None
-        if self._seconds is None:
-            # The first time is not the usual one.
-            replicas.digest().tolist()
-            self._seconds = min(_seconds_of(replicas.digest) for _ in range(_TIMED))
-        return replicas.digest()
+        """Reads the weights of this rank: [`Replicas.digest`]."""
+        assert self._replicas is not None
+        return self._replicas.digest()
 
     def apart(self) -> bool:
         """Compares them at once. Collective."""
-        found = votes.sum_over_ranks(SAME, self.digest(), self.instrument.view.device)
+        found = votes.sum_over_ranks("weights are the same", self.digest(), self.instrument.view.device)
         return are_apart(found[:DIGEST_PARTS])
 
-    def note(self, step: int, apart: bool) -> bool:
+    def note(self, step: int, apart: bool) -> None:
         """Notes what a comparison has found."""
-        self._next = step + (1 if apart else self._interval)
-        if apart:
-            return False
-        chooses = self._same_at is not None and step >= _FEWEST_STEPS and not self._chosen
-        self._same_at, self._chosen = step, self._chosen or chooses
-        return chooses
-
-    def choose_interval(self) -> None:
-        """Chooses how often they are compared, by what that takes of a step. Collective."""
-        seconds, typical = self._seconds or 0.0, self.rollback.states.interval.typical_step
-        share = votes.largest(HOW_OFTEN, [seconds / typical], self.instrument.view.device)[0]
-        self._interval, self._closest = steps_between(share), steps_between(share, fewest=1)
-        self._next += self._interval - _FEWEST_STEPS
+        self._next = step + (1 if apart else _EVERY)
+        if not apart:
+            self.same_at = step
 
     # ---- healing: all ranks have to come ----
 
@@ -123,7 +88,7 @@ class ReplicaHealer(NumericsHealer):
         of_ranks = self._sums_of_ranks("sums of the weights")
         apart = unlike(of_ranks)
         names = sorted({name for of_group in apart.values() for name in of_group})
-        if self._same_at is None:
+        if self.same_at is None:
             # They were not the same when the run began: each rank trains weights of its own.
             self._replicas.leave_out(names)
             logger.info("%d weights are not the same on all ranks from the start, and not compared.", len(names))
@@ -159,28 +124,27 @@ class ReplicaHealer(NumericsHealer):
         odd = odd_by_majority(of_ranks, apart)
         found = Apart.among(self._replicas.tensors(), apart, device) if odd is None else None
         context = HealingContext(incident, self.instrument, window)
-        context.unlike_from = None if self._same_at is None else self._same_at + 1
+        context.unlike_from = None if self.same_at is None else self.same_at + 1
         context.verdict = "the weights of the ranks are not the same any more"
-        if not self.run.budget.spend(step):
-            context.verdict += (
-                f"; the budget of {self.config.max_recovery_attempts} attempts without progress is spent"
-            )
+        rung, spent = self.numerics.ladder.climb(FailureType.REPLICAS_DIFFER, step, frozenset())
+        if spent:
+            context.verdict += f"; {spent}"
             if self._hit:
                 times = (f"rank {rank} ({count} times)" for rank, count in self._hit.most_common(3))
                 context.verdict += f"; hit so far: {', '.join(times)}"
             self._name(opened, odd)
-            self.actions.apply(Action.STOP, context, self.args)
+            self.actions.apply(rung.actions, context, self.args)
         if not self.rollback.can_go_back():
-            self._off = True
+            self.off = True
             self._name(opened, odd)
             incident.evidence["why"] = "there is no trusted state to go back to; the ranks go on as they are"
             opened.close("reported")
             return
-        self.actions.apply((Action.ROLL_BACK, Action.REPLAY_STEPS), context, self.args)
-        self._climb.owe_checkpoint(context.went_back)
+        self.actions.apply(rung.actions, context, self.args)
+        self.climb.owe_checkpoint(context.went_back)
         after = self._sums_of_ranks("sums of the weights gone back to")
         if unlike(after):
-            self._off = True
+            self.off = True
             self._name(opened, odd)
             incident.evidence["why"] = "the trusted state differs as well; from here on they are not compared"
             opened.close("reported")
@@ -198,17 +162,6 @@ class ReplicaHealer(NumericsHealer):
         who = "one rank" if odd is None else f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}"
         opened.diagnosed(FailureType.REPLICAS_DIFFER, f"weights of {who} differ", {"odd_ranks": odd})
         self._hit.update(odd or ())
-
-
-def steps_between(share: float, fewest: int = _FEWEST_STEPS) -> int:
-    """Chooses how many steps lie between two comparisons."""
-    return min(max(math.ceil(share / _SHARE), fewest), _MOST_STEPS)
-
-
-def _seconds_of(read: Callable[[], torch.Tensor]) -> float:
-    began = time.perf_counter()
-    read().tolist()
-    return time.perf_counter() - began
 
 
 def odd_by_majority(of_ranks: Sequence[SumsOfGroups], apart: Mapping[Group, Sequence[str]]) -> list[int] | None:

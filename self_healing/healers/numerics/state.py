@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...config.healing_config import HealingConfig
@@ -20,13 +18,13 @@ from ...journal.journal import Journal
 from ...run.incidents import OUTCOME_STEPS, Outcomes
 from ...run.run import Run
 from ...system import processes
-from ...system.files import Stateful, take_over_whole
+from ...system.files import KeepsState, Stateful, take_over_whole
 from ...system.random_state import Repeatability
 from .clipping import StepClipping
 from .detectors.panel import DetectorPanel
 from .detectors.rules import MetricRule, MetricRules, rules_for
 from .detectors.spikes import NonFiniteDetector
-from .ladder import RollbackLadder, StepPolicy
+from .ladder import LadderRunner, StepLimits
 from .learning_rate import LearningRateControl, ScheduleWatch
 
 
@@ -39,7 +37,7 @@ logger = logging.getLogger("self_healing")
 class NumericsState:
     """
     Holds what the healers of steps share: detectors and their baselines, the incident about the loss that is open,
-    policy, ladder and learning rate.
+    limits, ladder and learning rate.
     """
 
     def __init__(self, run: Run) -> None:
@@ -48,21 +46,13 @@ class NumericsState:
         self.panel: DetectorPanel | None = None
         self.rules: MetricRules | None = None
         self.clipping: StepClipping | None = None
-        self.ladder = RollbackLadder(self.config, self.budget)
+        self.ladder = LadderRunner(self.config, self.budget)
         self.learning_rate = LearningRateControl(self.config)
         self.rate_after_reduction: float | None = None
         self.repeatability = RepeatabilityCheck(self.journal)
-        # Whether the checkpoint that was resumed from has still to show that it is good.
-        self.on_trial = False
-        self.resumed_from: str | None = None
-        self.forget()
-
-    def forget(self) -> None:
-        """Forgets what was learned from a checkpoint that is damaged: the run begins from an older one."""
-        config = self.config
         self.detector = NonFiniteDetector()
-        self.policy = StepPolicy(config)
-        self.watch = LossWatch(config, self.journal, self.outcomes)
+        self.limits = StepLimits(self.config)
+        self.watch = LossWatch(self.config, self.journal, self.outcomes)
         # Incidents of this family, which all ranks open alike; a thread, or a service, opens others on one of them.
         self.opened = 0
         self.schedule = ScheduleWatch()
@@ -131,15 +121,16 @@ class NumericsState:
                 part.load_state_dict(extras["detectors"][name])
                 if part is self.panel:
                     # Back before them, the losses the run began with still are what they were.
-                    self.panel.divergence.early.keep_first(first)
+                    early = self.panel.divergence.early
+                    early.first = max(early.first, first, key=len)
         if self.panel is not None:
             self.panel.divergence.reset()
 
     def went_back(self, incident: Incident) -> None:
         """The run is in an earlier state because of an incident: what was going on in the later one is over."""
         self.outcomes.went_back(incident)
-        self.watch.forget()
-        self.policy.reset()
+        self.watch.incident = None
+        self.limits.reset()
 
     def go_on_counting(self, step: int, state: Mapping[str, Any]) -> None:
         """Takes in the checkpoint that `train()` is entered again from: which of its steps are in the weights."""
@@ -151,8 +142,11 @@ class NumericsState:
 
     def recovery_state(self) -> dict[str, Any]:
         """Gives what the next process must not forget, as JSON: how often the run was brought back, and its rate."""
-        return {name: part.state_dict() for name, part in self._outlives_process().items()} | {
-            "rate_after_reduction": self.rate_after_reduction
+        return {
+            "budget": self.budget.state_dict(),
+            "ladder": self.ladder.state_dict(),
+            "learning_rate": self.learning_rate.state_dict(),
+            "rate_after_reduction": self.rate_after_reduction,
         }
 
     def load_recovery_state(self, recorded: Mapping[str, Any]) -> None:
@@ -176,24 +170,18 @@ class NumericsState:
         # No healthy step has come after them.
         self.repeatability.tell(self.run.step)
         self.outcomes.close(unfollowed)
-        self.watch.end()
+        if self.watch.incident is not None:
+            self.watch.close("unresolved")
 
     def close_as_fatal(self, incident: Incident) -> None:
         """Closes the incident the run ends with, and with it what was still waiting to be judged."""
         self.outcomes.ends_with(incident)
         if self.watch.incident is incident:
-            self.watch.forget()
+            self.watch.incident = None
         self.close_outcomes(unfollowed="unresolved")
         self.journal.closed(incident, "fatal")
 
-    def _outlives_process(self) -> dict[str, Stateful]:
-        return {"budget": self.budget, "ladder": self.ladder, "learning_rate": self.learning_rate}
-
     # ---- what is told of it ----
-
-    def note_rate(self, learning_rate: float) -> None:
-        """Takes in the rate that is in force after a reduction, for the report."""
-        self.rate_after_reduction = learning_rate
 
     def rate_in_force(self) -> dict[str, Any]:
         """What became of the learning rate; nothing if it was never reduced."""
@@ -206,22 +194,17 @@ class NumericsState:
             "learning_rate": self.rate_after_reduction,
         }
 
-    def metrics(self, step: int | None, training: bool) -> dict[str, float]:
-        """What is added to the trainer's logs."""
-        found: dict[str, float] = {}
-        if step is not None and self.learning_rate.touched:
-            found["healing/lr_scale"] = self.learning_rate.scale(step)
-        return found | self.clipping.metrics() if training and self.clipping is not None else found
-
 
 # ---- missing steps: how many of a run's steps are not in its weights ----
 
 
-class MissingSteps:
+class MissingSteps(KeepsState):
     """
     Counts the steps that are not in the weights: those that were left out, and those that went with a state the run
     went back from.
     """
+
+    _state = ("count", "_newest")
 
     def __init__(self) -> None:
         self.count = 0
@@ -249,10 +232,6 @@ class MissingSteps:
         self.count = finished - trained
         self._newest = finished - 1
 
-    def applied_again(self, steps: int) -> None:
-        """Steps that were gone are in the weights after all."""
-        self.count -= steps
-
     def goes_on_at(self, step: int) -> None:
         """
         The run goes on from so many finished steps; one that was left out and not finished is decided about again.
@@ -261,21 +240,12 @@ class MissingSteps:
             self.count -= 1
             self._newest = step - 1
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "newest": self._newest}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count, self._newest = int(state["count"]), int(state["newest"])
-
 
 # ---- loss watch ----
 
 
 # A robust z of at most this counts as back.
 _BACK = 2.0
-# Losses from before and after that are compared in the end: the lower quartile of so many, because a rise may have
-# begun among them, and the median of so many.
-_BEFORE, _AFTER = 20, 5
 # Times `divergence_patience`, for a loss that neither comes back nor settles: checkpoints of what there is are better
 # than none.
 _LONGEST = 3
@@ -293,68 +263,50 @@ class LossWatch:
         self.owed = False
         self._back = 0
         self._steps = 0
-        self._last: deque[float] = deque(maxlen=_BEFORE)
-        self._before: float | None = None
 
     @property
     def open(self) -> bool:
         """Whether the loss is away from its baseline, or it is not known yet whether it is back."""
         return self.incident is not None or self._outcomes.rollback_in_doubt
 
-    def begin(self, symptom: Symptom, tell: Callable[[Incident, FailureType], None]) -> None:
-        """Opens the incident, or takes in that a spike has widened into a divergence."""
+    def begin(self, symptom: Symptom) -> Incident | None:
+        """Opens the incident, or takes in that a spike has widened into a divergence; `None` if that is known."""
         failure = FailureType(symptom.name)
         widened = self.incident is not None
         if self.incident is not None and (
             self.incident.failure is FailureType.DIVERGENCE or failure is FailureType.LOSS_SPIKE
         ):
-            return
+            return None
         if widened:
             symptom.evidence["widened_at"] = symptom.step
         if self.incident is None:
-            self._before = sorted(self._last)[len(self._last) // 4] if self._last else None
             self.opened += 1
-            self.incident = self.journal.open(symptom.step, symptom.name, symptom.evidence)
+            self.hold(self.journal.open(symptom.step, symptom.name, symptom.evidence))
+        assert self.incident is not None
         self._back = self._steps = 0
         cause = "spike that widened" if widened else symptom.evidence.get("test", "one step")
         self.journal.diagnosed(self.incident, failure, cause, symptom.evidence)
-        tell(self.incident, failure)
-
-    def rises_further(self, symptom: Symptom) -> None:
-        """Takes in that a loss that is away already has risen again: it belongs to the same incident."""
-        self.journal.noticed(symptom)
-        if self.incident is not None:
-            self.incident.evidence["rose_again_at"] = symptom.step
-            logger.warning(
-                "Step %d: the loss has risen further; incident %s is still open.", symptom.step, self.incident.id
-            )
+        return self.incident
 
     def hold(self, incident: Incident) -> None:
         """Checkpoints wait, on request, until the loss has been back for `OUTCOME_STEPS`, unless they do already."""
         if self.incident is None:
-            self._before = sorted(self._last)[len(self._last) // 4] if self._last else None
             self.incident = incident
             self._back = self._steps = 0
 
     def follow(self, panel: DetectorPanel) -> None:
         """Takes in a step: closes the incident once the loss is back, or has found another level."""
-        if panel.loss_reading is not None:
-            self._last.append(panel.loss_reading.value)
         if self.incident is None:
             return
-        if panel.signed_loss:
-            # It has lost its baseline: whether it is back cannot be told any more.
-            self._close("unresolved", settled=False)
-            return
         self._steps += 1
-        if self._steps > _LONGEST * self.config.divergence_patience:
-            self._close("unresolved", settled=False)
+        # Without a baseline it cannot be told any more whether it is back.
+        if panel.signed_loss or self._steps > _LONGEST * self.config.divergence_patience:
+            self.close("unresolved", settled=False)
             return
         reading = panel.loss_reading
         if self.incident.failure is FailureType.DIVERGENCE:
-            if panel.divergence.alarmed:
-                return
-            self._close_recovered(panel, settled=panel.relearned)
+            if not panel.divergence.alarmed:
+                self.close("unresolved" if panel.relearned else "self_recovered", settled=panel.relearned)
             return
         if reading is None or reading.level is None:
             return
@@ -362,31 +314,10 @@ class LossWatch:
         back = reading.value <= reading.level if reading.z is None else reading.z <= _BACK
         self._back = self._back + 1 if back else 0
         if self._back >= OUTCOME_STEPS:
-            self._close_recovered(panel)
+            self.close("self_recovered")
 
-    def _close_recovered(self, panel: DetectorPanel, settled: bool = False) -> None:
-        """
-        Back at the baseline, which lags behind a loss that falls: it has recovered only if it is back where it was
-        just before, too.
-        """
-        after = median(list(self._last)[-_AFTER:])
-        reach = math.exp(2 * panel.loss_trend.scale + 0.05)
-        # A loss that is not positive any more is no higher than it was.
-        worse = settled or (self._before is not None and after > max(self._before * reach, 0.0))
-        self._close(
-            "unresolved" if worse else "self_recovered", settled=worse, loss_before=self._before, loss_after=after
-        )
-
-    def end(self) -> None:
-        """The run is over, and the loss is not back."""
-        if self.incident is not None:
-            self._close("unresolved")
-
-    def forget(self) -> None:
-        """The incident ends elsewhere."""
-        self.incident = None
-
-    def _close(self, outcome: str, **evidence: Any) -> None:
+    def close(self, outcome: str, **evidence: Any) -> None:
+        """Tells what has become of it."""
         assert self.incident is not None
         self.journal.closed(self.incident, outcome, **evidence)
         self.incident = None

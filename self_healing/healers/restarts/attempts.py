@@ -115,9 +115,7 @@ class Attempts:
         self.write()
 
     def begin_from_older(self, checkpoint: str | None, step: int) -> None:
-        """
-        The checkpoint that was resumed from is damaged: the next entry goes on from an older one, as a new process.
-        """
+        """The next entry goes on from a checkpoint instead of the state it was to go on from, as a new process."""
         self.resume_point = self.memory = None
         self._entries_before, self.entries = self._entries_before + self.entries, 0
         # Budget and ladder are the run's, and not those the checkpoint was written with.

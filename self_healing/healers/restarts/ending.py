@@ -22,6 +22,7 @@ from ...failures.recipes import (
     Action,
     FailureType,
     HealingFailed,
+    Target,
     UnrecoverableTrainingError,
     text_of,
 )
@@ -32,7 +33,6 @@ from ...hf.trainer_state import loads_more
 from ...journal.incident import Incident
 from ...journal.postmortem import where_to_go_on
 from ...ranks.messages import Failure, where_all_are
-from ...rollback.rollback import Target
 from ...rollback.shared_memory import ROOT, SharedStates, remove_rank
 from ...run.healer import CarryOut, HealingContext
 from ...run.record import Ending
@@ -68,9 +68,7 @@ class RunEnding:
 
     # ---- an incident that nothing cures ----
 
-    def stop(
-        self, incident: Incident, verdict: str, error: BaseException | None = None, resume_from: str | None = None
-    ) -> UnrecoverableTrainingError:
+    def stop(self, incident: Incident, verdict: str, error: BaseException | None = None) -> UnrecoverableTrainingError:
         """Ends the run with an incident whose remedies are spent."""
         run, attempts = self.run, self.attempts
         failure = incident.failure or FailureType.USER_CODE
@@ -80,11 +78,10 @@ class RunEnding:
             if each.outcome == "open" and each.failure is not FailureType.HANG:
                 run.journal.closed(each, "unresolved")
         run.journal.dealt_with(incident)
-        point, checkpoint = attempts.resume_point, None
+        point, checkpoint, older = attempts.resume_point, None, None
         if point is not None and point.step == self.step:
             checkpoint = point.path = publish(point.path, self._output_dir)
-        older = resume_from
-        if checkpoint is None and older is None:
+        if checkpoint is None:
             # Of a run that came to nothing the newest checkpoint is no better than its end.
             verified = failure is FailureType.NOT_TRAINED
             older = newest_checkpoint_of(run.run_id, self._output_dir, verified=verified)
@@ -225,8 +222,7 @@ class RunEnding:
 
     def _is_for_good(self, error: BaseException) -> bool:
         """Whether no other process goes on by itself with a run that has ended with an exception."""
-        if not isinstance(error, UnrecoverableTrainingError) or error.failure is FailureType.DAMAGED_CHECKPOINT:
-            # After a damaged checkpoint it goes on from the older one.
+        if not isinstance(error, UnrecoverableTrainingError):
             return False
         # Of several ranks one alone may not be able to read its data: the others end to be started again.
         ranks = self.run.ranks
@@ -341,7 +337,7 @@ class RunEnding:
 
     def _stop(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         verdict = context.verdict or "it was asked to stop"
-        error = self.stop(context.incident, verdict, context.error, context.resume_from)
+        error = self.stop(context.incident, verdict, context.error)
         self.run.rollback.release()
         raise error
 

@@ -6,15 +6,19 @@ import math
 from collections import deque
 from operator import sub
 from statistics import median
-from typing import Any
 
 from ....failures.recipes import Symptom
+from ....system.files import KeepsState
 from .trend import MAD_TO_SIGMA, Reading, UsualRises
 
 
 # ---- divergence: a loss that goes up and does not come down by itself ----
 
 
+# Each step adds its z less the slack to the CUSUM, at most the cap.
+_SLACK, _CAP = 0.5, 4.0
+# So many losses of at most this z end a divergence.
+_RECOVERED_BELOW, _RECOVER_STEPS = 2.0, 5
 # The noise of this many losses is held against the scale of all; chance alone makes it half as large again.
 _NOISE_WINDOW, _NOISIER = 20, 1.5
 _LAST_LOSSES = 3
@@ -25,25 +29,20 @@ _LAST_LOSSES = 3
 _CAUTION, _CAUTIOUS_FROM = 0.2, 1_000
 
 
-class DivergenceDetector:
+class DivergenceDetector(KeepsState):
     """Reports a loss that rises and stays up."""
+
+    _state = (
+        *("sum", "alarmed", "_since", "_back", "_above_chance", "early"),
+        *("_rises", "_highest", "_harmless", "_risen", "_last_zs", "_seen_step"),
+    )
 
     def __init__(
         self,
-        slack: float = 0.5,
         limit: float = 11.0,
-        cap: float = 4.0,
         vocabulary: int | None = None,
-        chance_steps: int = 10,
-        early_rise: float = 1.0,
-        recovered_below: float = 2.0,
-        recover_steps: int = 5,
         patience: int = 100,
     ) -> None:
-        self.slack = slack
-        self.cap = cap
-        self.recovered_below = recovered_below
-        self.recover_steps = recover_steps
         self.patience = patience
         self.sum = 0.0
         self.alarmed = False
@@ -53,15 +52,12 @@ class DivergenceDetector:
         self._harmless = False
         self._risen = 0.0
         self._last_zs: deque[float] = deque(maxlen=_NOISE_WINDOW)
-        self._move_to(0)
+        self._seen_step = 0
         self._since = 0
         self._back = 0
-        self._first_zs: list[float] = []
-        self._further = 0.0
-        self._rose_again = False
         chance = None if vocabulary is None else math.log(vocabulary)
-        self._above_chance = AboveChance(chance, chance_steps)
-        self.early = EarlyRise(chance, early_rise)
+        self._above_chance = AboveChance(chance)
+        self.early = EarlyRise(chance)
 
     @property
     def limit(self) -> float:
@@ -71,7 +67,7 @@ class DivergenceDetector:
     @property
     def suspicious(self) -> bool:
         """Whether a rise is building up: until it is known to be none, losses should not enter a baseline."""
-        return self.alarmed or self.sum > max(3 * self.slack, self.limit - self._given_limit * self._caution)
+        return self.alarmed or self.sum > max(3 * _SLACK, self.limit - self._given_limit * self._caution)
 
     @property
     def overdue(self) -> bool:
@@ -79,19 +75,19 @@ class DivergenceDetector:
         return self.alarmed and self._since >= self.patience
 
     def observe(self, reading: Reading, usual_spike: bool = False) -> Symptom | None:
-        """Judges one loss; `"divergence"`, once for each, and `"second_rise"`."""
+        """Judges one loss; `"divergence"`, once for each."""
         if not math.isfinite(reading.value):
             return None
-        self._move_to(reading.step)
+        self._seen_step = reading.step
         above_chance = self._above_chance.observe(reading.value)
         early = self.early.observe(reading)
         if reading.z is not None and not usual_spike:
             self._add(reading.z, reading.stretch)
         if self.alarmed:
             self._watch_recovery(reading)
-            return self._second_rise(reading) if self.alarmed and not usual_spike else None
+            return None
         # A CUSUM with this slack looks for a shift of twice as many scales (Page 1954).
-        least_rise = max(2 * self.slack * (reading.scale or 0.0), reading.least_rise, self._rises.least_rise)
+        least_rise = max(2 * _SLACK * (reading.scale or 0.0), reading.least_rise, self._rises.least_rise)
         if self.sum > self.limit:
             if self._rise(reading, _LAST_LOSSES) >= least_rise:
                 return self._alarm(reading, "drift", cusum=self.sum, limit=self.limit)
@@ -107,14 +103,14 @@ class DivergenceDetector:
         """Ends the alarm: the loss has come back, or has been brought back."""
         self.alarmed, self._harmless, self.sum = False, False, 0.0
         self._highest = self._risen = 0.0
-        self._above_chance.reset()
-        self.early.reset()
+        self._above_chance.steps = 0
+        self.early.above.clear()
 
     def accept_new_level(self) -> None:
         """Ends the alarm: the loss stays where it is, and has to fall below chance again before it can rise above."""
         self._remember_rise()
         self.reset()
-        self._above_chance.forget_below()
+        self._above_chance.was_below = False
 
     def prove_harmless(self) -> None:
         """
@@ -125,13 +121,13 @@ class DivergenceDetector:
         self._harmless = True
         self._rises.add_harmless(self._risen)
 
-    def _move_to(self, step: int) -> None:
-        self._step = step
-        self._caution = 1 + _CAUTION * math.log(max(step / _CAUTIOUS_FROM, 1.0))
+    @property
+    def _caution(self) -> float:
+        return 1 + _CAUTION * math.log(max(self._seen_step / _CAUTIOUS_FROM, 1.0))
 
     def _add(self, z: float, stretch: float) -> None:
         self._last_zs.append(z)
-        self.sum = max(0.0, self.sum + min(z / (stretch * self._noise()), self.cap) - self.slack * self._caution)
+        self.sum = max(0.0, self.sum + min(z / (stretch * self._noise()), _CAP) - _SLACK * self._caution)
         self._highest = max(self._highest, self.sum)
         if self.sum == 0.0 and not self.alarmed:
             self._remember_rise()
@@ -152,82 +148,31 @@ class DivergenceDetector:
     def _remember_rise(self) -> None:
         """Takes in that a rise is over and was no divergence."""
         height = self.limit if self.alarmed else self._highest
-        self._rises.add(self._step, height / self._caution, reported=self.alarmed)
+        self._rises.add(self._seen_step, height / self._caution, reported=self.alarmed)
         self._highest = 0.0
 
     def _alarm(self, reading: Reading, test: str, **evidence: float) -> Symptom:
         self.alarmed, self._since, self._back = True, 0, 0
         self._risen = self._rise(reading, _LAST_LOSSES)
-        self._first_zs, self._further, self._rose_again = [], 0.0, False
         return Symptom("divergence", reading.step, reading.evidence() | {"test": test} | evidence, "error")
-
-    def _second_rise(self, reading: Reading) -> Symptom | None:
-        """Reports a loss that rises further than where the alarm found it."""
-        if reading.z is None or self._rose_again:
-            return None
-        if len(self._first_zs) < _NOISE_WINDOW:
-            self._first_zs.append(reading.z)
-            return None
-        further = (reading.z - median(self._first_zs)) / (reading.stretch * self._noise())
-        self._further = max(0.0, self._further + min(further, self.cap) - 2 * self.slack)
-        if self._further <= self.limit:
-            return None
-        self._rose_again = True
-        evidence = reading.evidence() | {"cusum": self._further, "limit": self.limit, "steps": self._since}
-        return Symptom("second_rise", reading.step, evidence)
 
     def _watch_recovery(self, reading: Reading) -> None:
         self._since += 1
         if self._harmless:
             self._rises.add_harmless(self._rise(reading, _NOISE_WINDOW))
         if reading.z is not None:
-            back = reading.z <= self.recovered_below
+            back = reading.z <= _RECOVERED_BELOW
         elif reading.level is not None:
             # No logarithm: zero, or below.
             back = reading.value <= reading.level
         else:
             back = reading.value <= self.early.limit
-        back = back and self._above_chance.is_recovered(reading.value)
+        chance = self._above_chance
+        back = back and (not chance.was_below or reading.value <= chance.limit)
         self._back = self._back + 1 if back else 0
-        if self._back >= self.recover_steps:
+        if self._back >= _RECOVER_STEPS:
             self._remember_rise()
             self.reset()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "sum": self.sum,
-            "alarmed": self.alarmed,
-            "since": self._since,
-            "back": self._back,
-            "first_zs": list(self._first_zs),
-            "further": self._further,
-            "rose_again": self._rose_again,
-            **self._above_chance.state_dict(),
-            **self.early.state_dict(),
-            "usual_rises": self._rises.state_dict(),
-            "highest": self._highest,
-            "harmless": self._harmless,
-            "risen": self._risen,
-            "last_zs": list(self._last_zs),
-            "step": self._step,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sum = state["sum"]
-        self.alarmed = state["alarmed"]
-        self._since = state["since"]
-        self._back = state["back"]
-        self._first_zs, self._further = list(state.get("first_zs", ())), state.get("further", 0.0)
-        self._rose_again = state.get("rose_again", False)
-        self._above_chance.load_state_dict(state)
-        self.early.load_state_dict(state)
-        self._rises = UsualRises(self._given_limit)
-        if "usual_rises" in state:
-            self._rises.load_state_dict(state["usual_rises"])
-        self._highest, self._risen = state.get("highest", 0.0), state.get("risen", 0.0)
-        self._harmless = state.get("harmless", False)
-        self._last_zs = deque(state.get("last_zs", ()), maxlen=_NOISE_WINDOW)
-        self._move_to(state.get("step", 0))
 
 
 # ---- loss in nats ----
@@ -236,69 +181,55 @@ class DivergenceDetector:
 # Before there is a baseline, the loss is held against the median of this many first steps.
 _FIRST_STEPS = 5
 _EARLY_WINDOW = 10
+# Steps in a row that are worse than chance, and a rise in nats that means something in the first steps.
+_CHANCE_STEPS, _EARLY_RISE = 10, 1.0
 # In nats, from one batch to another: the very first loss is that of one batch.
 _FIRST_LOSS_VARIES = 0.5
 
 
-class AboveChance:
+class AboveChance(KeepsState):
     """Finds a loss that is worse than guessing every token, by a factor e, after it was better."""
 
-    def __init__(self, chance: float | None, steps: int) -> None:
+    _state = ("steps", "was_below")
+
+    def __init__(self, chance: float | None) -> None:
         self.chance = chance
         self.limit = math.inf if chance is None else chance + 1
         self.steps = 0
         """Steps in a row that the loss has been worse."""
-        self._steps_needed = steps
-        self._was_below = False
+        self.was_below = False
 
     def observe(self, loss: float) -> bool:
         """Takes in a loss, and returns whether it has been worse for long enough."""
         if self.chance is None:
             return False
-        self._was_below = self._was_below or loss < self.chance
+        self.was_below = self.was_below or loss < self.chance
         self.steps = self.steps + 1 if loss > self.limit else 0
-        return self._was_below and self.steps >= self._steps_needed
-
-    def is_recovered(self, loss: float) -> bool:
-        """Whether a loss that was better than chance is not worse."""
-        return not self._was_below or loss <= self.limit
-
-    def reset(self) -> None:
-        """Counts from 0 again."""
-        self.steps = 0
-
-    def forget_below(self) -> None:
-        """Asks for a loss better than chance once more before one can be worse."""
-        self._was_below = False
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"above_chance": self.steps, "was_below_chance": self._was_below}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps, self._was_below = state["above_chance"], state["was_below_chance"]
+        return self.was_below and self.steps >= _CHANCE_STEPS
 
 
-class EarlyRise:
+class EarlyRise(KeepsState):
     """Finds a loss that rises before it has a baseline."""
 
-    def __init__(self, chance: float | None, rise: float) -> None:
-        self.rise = rise
+    _state = ("first", "above")
+
+    def __init__(self, chance: float | None) -> None:
         self.first: list[float] = []
         """The losses the run began with."""
         self._chance = chance
-        self._above: deque[bool] = deque(maxlen=_EARLY_WINDOW)
+        self.above: deque[bool] = deque(maxlen=_EARLY_WINDOW)
 
     @property
     def limit(self) -> float:
-        """Loss that is too high for the first steps of a run: `rise` above the median of the first five."""
+        """Loss that is too high for the first steps of a run: a nat above the median of the first five."""
         if not self.first:
             return math.inf
-        return min(median(self.first), self.first[0] + _FIRST_LOSS_VARIES) + self.rise
+        return min(median(self.first), self.first[0] + _FIRST_LOSS_VARIES) + _EARLY_RISE
 
     @property
     def steps(self) -> int:
         """Steps of the last 10 whose loss was too high."""
-        return sum(self._above)
+        return sum(self.above)
 
     def observe(self, reading: Reading) -> bool:
         """Takes in a loss, and returns whether at least 5 of the last 10 were too high."""
@@ -308,21 +239,5 @@ class EarlyRise:
             self.first.append(reading.value)
         if self.first[0] > self._chance + 1:
             return False  # That is no mean cross-entropy per token, or of another vocabulary.
-        self._above.append(reading.value > self.limit)
+        self.above.append(reading.value > self.limit)
         return self.steps >= _EARLY_WINDOW // 2
-
-    def keep_first(self, first: list[float]) -> None:
-        """Takes the losses a run began with from a state in which more of them were known."""
-        if len(first) > len(self.first):
-            self.first = list(first)
-
-    def reset(self) -> None:
-        """Forgets which of the last losses were too high."""
-        self._above.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"first": list(self.first), "early": list(self._above)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.first = list(state["first"])
-        self._above = deque(state["early"], maxlen=_EARLY_WINDOW)

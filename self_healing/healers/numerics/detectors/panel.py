@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ....config.healing_config import HealingConfig
 from ....failures.recipes import Symptom
 from ....hf.objective import StepSignals
+from ....system.files import KeepsState
 from .divergence import DivergenceDetector
 from .progress import (
     DeadLossDetector,
     NeverLearnedDetector,
-    OverfittingDetector,
-    PlateauDetector,
     SlowRiseDetector,
     VanishingGradientDetector,
 )
-from .spikes import GRADIENT_SPIKE_Z, CoSpikeDetector, GradientSpikeDetector, LossSpikeDetector
+from .spikes import CO_SPIKE_Z, GRADIENT_SPIKE_Z, GradientSpikeDetector, LossSpikeDetector, co_spike
 from .trend import LogTrend, Reading, UsualSpikes
 
 
@@ -29,7 +28,7 @@ _FIRST_GRADIENTS = 20
 _CLOSE = 1.3
 
 
-class DetectorPanel:
+class DetectorPanel(KeepsState):
     """
     The detectors of one run and the two baselines they share.
 
@@ -67,10 +66,13 @@ class DetectorPanel:
             "above_chance",
             "dead_loss",
             "never_learned",
-            "plateau",
             "slow_rise",
-            "overfitting",
         }
+    )
+
+    _state = (
+        *("loss_trend", "gradient_trend", "loss_spike", "usual_spikes", "divergence", "vanishing", "dead_loss"),
+        *("slow_rise", "never_learned", "signed_loss"),
     )
 
     def __init__(
@@ -80,16 +82,11 @@ class DetectorPanel:
         vocabulary: int | None = None,
     ) -> None:
         config = config or HealingConfig()
-        unknown = set(apply) - self.DETECTORS
-        if unknown:
-            raise ValueError(
-                f"There is no detector {', '.join(sorted(unknown))}. There are: {', '.join(sorted(self.DETECTORS))}."
-            )
         self.apply = frozenset(apply)
         self.loss_trend = LogTrend()
         self.reset_gradient_baseline()
         self.loss_spike = LossSpikeDetector(factor=config.loss_spike_factor)
-        self.co_spike = CoSpikeDetector()
+        self.co_spike_z = CO_SPIKE_Z
         self.gradient_spike = GradientSpikeDetector(
             GRADIENT_SPIKE_Z if "gradient_spike" in self.apply else math.inf,
             config.grad_explosion_threshold if "gradient_explosion" in self.apply else 0.0,
@@ -100,12 +97,8 @@ class DetectorPanel:
         )
         self.vanishing = VanishingGradientDetector()
         self.dead_loss = DeadLossDetector()
-        self.never_learned = None
-        if vocabulary is not None and "never_learned" in self.apply:
-            self.never_learned = NeverLearnedDetector(vocabulary)
-        self.plateau = PlateauDetector()
+        self.never_learned = NeverLearnedDetector(vocabulary)
         self.slow_rise = SlowRiseDetector()
-        self.overfitting = OverfittingDetector()
         self.usual_spikes = UsualSpikes()
         self.signed_loss = False
         self.relearned = False
@@ -146,11 +139,6 @@ class DetectorPanel:
         spike = reading is not None and reading.z is not None and reading.z > self.loss_trend.reject_above
         return not spike and not self.divergence.alarmed
 
-    @property
-    def loss_level(self) -> float | None:
-        """Baseline of the loss, in its own units."""
-        return self.loss_trend.level
-
     def read(self, signals: StepSignals) -> tuple[Reading, Reading | None]:
         """Loss and gradient norm next to their baselines. Changes nothing."""
         if self._read is None or self._read[0] is not signals:
@@ -180,7 +168,7 @@ class DetectorPanel:
         if symptom is not None and symptom.name == "gradient_explosion":
             return symptom
         if "co_spike" in self.apply and not self.signed_loss:
-            symptom = self.co_spike.observe(loss, gradient) or symptom
+            symptom = co_spike(loss, gradient, self.co_spike_z) or symptom
         return symptom
 
     def remember_spike(self, signals: StepSignals) -> None:
@@ -200,18 +188,11 @@ class DetectorPanel:
         self._read = None
         return symptoms
 
-    def observe_evaluation(self, step: int, evaluation_loss: float) -> Symptom | None:
-        """Takes in an evaluation loss."""
-        level = self.loss_level
-        if "overfitting" not in self.apply or level is None or self.signed_loss:
-            return None
-        return self.overfitting.observe(step, evaluation_loss, level)
-
     def _observe_loss(self, reading: Reading) -> list[Symptom]:
         symptoms: list[Symptom | None] = []
         if "dead_loss" in self.apply:
             symptoms.append(self.dead_loss.observe(reading.step, reading.value))
-        if self.never_learned is not None:
+        if "never_learned" in self.apply:
             symptoms.append(self.never_learned.observe(reading.step, reading.value))
         if reading.value < 0 and not self.signed_loss and self.apply & {"loss_spike", "divergence", "co_spike"}:
             # Its logarithm and its ratios mean nothing: an objective with a sign, or a bonus taken off the loss.
@@ -234,8 +215,6 @@ class DetectorPanel:
             self.loss_trend.accept(reading, hold=self.divergence.suspicious)
         if "slow_rise" in self.apply and not self.divergence.alarmed:
             symptoms.append(self.slow_rise.observe(reading.step, reading.value))
-        if "plateau" in self.apply:
-            symptoms.append(self.plateau.observe(reading.step, reading.value))
         return [symptom for symptom in symptoms if symptom is not None]
 
     def _observe_gradient(self, reading: Reading) -> list[Symptom]:
@@ -246,30 +225,6 @@ class DetectorPanel:
         symptom = self.vanishing.observe(reading.step, reading.value)
         return [] if symptom is None else [symptom]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns everything the detectors remember, ready for JSON; exact."""
-        return {name: detector.state_dict() for name, detector in self._stateful().items()} | {
-            "signed_loss": self.signed_loss
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, detector in self._stateful().items():
-            if name in state:
-                detector.load_state_dict(state[name])
-        self.signed_loss = state["signed_loss"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
         self._read = None
-
-    def _stateful(self) -> dict[str, Any]:
-        detectors = {
-            "loss_trend": self.loss_trend,
-            "gradient_trend": self.gradient_trend,
-            "loss_spike": self.loss_spike,
-            "usual_spikes": self.usual_spikes,
-            "divergence": self.divergence,
-            "vanishing": self.vanishing,
-            "dead_loss": self.dead_loss,
-            "overfitting": self.overfitting,
-            "slow_rise": self.slow_rise,
-            "plateau": self.plateau,
-        }
-        return detectors if self.never_learned is None else detectors | {"never_learned": self.never_learned}

@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 from ....config.schema import read_toml, toml_value
 from ....failures.recipes import Severity, Symptom
 from ....hf.objective import BY_CLASS_NAME
+from ....system.files import KeepsState
 
 
 # ---- rule: one rule: which metric it watches, which conditions are a red flag, and what is to be done ----
@@ -37,8 +38,6 @@ OBJECTIVES = (*(objective.name for objective in BY_CLASS_NAME.values()), "ebft",
 TRENDS = ("rising", "falling", "flat")
 # Observations of a metric whose median is the run's own early level.
 EARLY = 10
-# Before `rewards/NAME/mean` and `rewards/NAME/std` there was the mean alone, under the name of the reward function.
-_REWARD_IN_OLDER_TRL = re.compile(r"rewards/[^/]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +54,19 @@ class Condition:
 
     def __str__(self) -> str:
         bound = f"{self.value:g}"
-        if self.of:
-            reference = {"start": "its early level", "lowest": "its lowest", "highest": "its highest"}.get(self.of)
-            bound = f"{bound} × {reference or self.of.removeprefix('args.')}"
-        if self.relation == "flat":
-            words = f"changing by less than {bound} over {self.window} logs"
-        elif self.relation in TRENDS:
-            words = f"{self.relation} by at least {bound} over {self.window} logs"
-        elif self.relation == "near":
-            words = f"at {bound}" + (f" ± {self.tolerance:g}" if self.tolerance else "")
-        else:
-            words = f"{self.relation.replace('_', ' ')} {bound}"
+        if self.of in ("start", "lowest", "highest"):
+            bound += f" × its {'early level' if self.of == 'start' else self.of}"
+        elif self.of:
+            bound += f" × {self.of.removeprefix('args.')}"
+        words = {
+            "flat": f"changing by less than {bound} over {self.window} logs",
+            "rising": f"rising by at least {bound} over {self.window} logs",
+            "falling": f"falling by at least {bound} over {self.window} logs",
+            "near": f"at {bound} ± {self.tolerance:g}" if self.tolerance else f"at {bound}",
+        }.get(self.relation, f"{self.relation.replace('_', ' ')} {bound}")
         if self.share is not None:
             words += f" in at least {100 * self.share:g} % of the last {self.window} logs"
-        return f"{self.metric} {words}" if self.metric else words
+        return f"{self.metric} {words}".lstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +108,7 @@ class MetricRule:
         """Whether it watches this metric."""
         if metric.startswith("eval_") and not self.metric.startswith("eval_"):
             return False
-        if metric == self.metric or fnmatchcase(metric, self.metric):
-            return True
-        older = _REWARD_IN_OLDER_TRL.fullmatch(metric) is not None
-        return older and self.metric.endswith("/mean") and fnmatchcase(f"{metric}/mean", self.metric)
+        return metric == self.metric or fnmatchcase(metric, self.metric)
 
 
 def rules_for(rules: Iterable[MetricRule], objective: str) -> tuple[MetricRule, ...]:
@@ -122,136 +117,106 @@ def rules_for(rules: Iterable[MetricRule], objective: str) -> tuple[MetricRule, 
     return tuple(rule for rule in rules if rule.enabled and known in rule.objectives)
 
 
-# ---- checks: checks a user's table of rules: its keys, their values, and conditions that do not fit together ----
+# ---- checks: the keys of a user's table of rules, and their values ----
 
 
-def _is_number(value: Any) -> bool:
-    return finite_number(value) is not None
+class RuleError(ValueError):
+    """A table of rules cannot be used; the message names file, rule, key, value and what is allowed."""
 
 
-def _is_count(value: Any, least: int, most: float = math.inf) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
-# From a key to whether a value is allowed, and what is. A window is bounded because it is gone through at every log.
+# From a key to whether a value is allowed, and what is.
 _Check = tuple[Callable[[Any], bool], str]
+
+
+def _number(allowed: str, fits: Callable[[float], bool] = lambda value: True) -> _Check:
+    return (lambda value: finite_number(value) is not None and fits(value)), f"a finite number{allowed}"
+
+
+def _integer(allowed: str, least: int, most: float = math.inf) -> _Check:
+    return (lambda value: type(value) is int and least <= value <= most), f"an integer{allowed}"
 
 
 def _choice(choices: tuple[str, ...]) -> _Check:
     return (lambda value: isinstance(value, str) and value in choices), "one of " + ", ".join(map(repr, choices))
 
 
-_TEXT: _Check = (lambda value: isinstance(value, str)), "text"
-_COUNT: _Check = (lambda value: _is_count(value, 1)), "an integer, at least 1"
+def _text(allowed: str, pattern: str) -> _Check:
+    return (lambda value: isinstance(value, str) and re.fullmatch(pattern, value, re.DOTALL) is not None), allowed
+
+
+_ANY_TEXT = _text("text", ".*")
 RULE_KEYS: dict[str, _Check] = {
-    "metric": (_is_name, 'the name of a metric, or a pattern such as "rewards/*/mean"'),
+    "metric": _text('the name of a metric, or a pattern such as "rewards/*/mean"', r".*\S.*"),
     "objectives": (
         lambda value: isinstance(value, list) and bool(value) and all(name in OBJECTIVES for name in value),
         "a list of one or more of " + ", ".join(map(repr, OBJECTIVES)),
     ),
-    "healthy": _TEXT,
+    "healthy": _ANY_TEXT,
     "red_flag": (
         lambda value: isinstance(value, list) and bool(value) and all(isinstance(part, dict) for part in value),
         'a list of one or more conditions such as { is = "below", value = 0.01 }',
     ),
-    "steps": _COUNT,
-    "observations": _COUNT,
+    "steps": _integer(", at least 1", 1),
+    "observations": _integer(", at least 1", 1),
     "severity": _choice(get_args(Severity)),
     "action": _choice(get_args(RuleAction)),
-    "diagnosis": _TEXT,
-    "remedy": _TEXT,
-    "about": _TEXT,
-    "source": _TEXT,
+    "diagnosis": _ANY_TEXT,
+    "remedy": _ANY_TEXT,
+    "about": _ANY_TEXT,
+    "source": _ANY_TEXT,
     "enabled": ((lambda value: isinstance(value, bool)), "true or false"),
 }
+# A window is gone through at every log.
 CONDITION_KEYS: dict[str, _Check] = {
     "metric": (
-        lambda value: _is_name(value) and not set(value) & set("*?["),
+        lambda value: isinstance(value, str) and bool(value.strip()) and not set(value) & set("*?["),
         "the exact name of a metric (only the rule's own `metric` may be a pattern)",
     ),
     "is": _choice(get_args(Relation)),
-    "value": (_is_number, "a finite number"),
-    "of": (
-        lambda value: isinstance(value, str) and re.fullmatch(r"start|lowest|highest|args\.\w+", value) is not None,
+    "value": _number(""),
+    "of": _text(
         "'start', 'lowest', 'highest' or an argument of the trainer such as 'args.max_completion_length'",
+        r"start|lowest|highest|args\.\w+",
     ),
-    "tolerance": ((lambda value: _is_number(value) and value >= 0), "a finite number, at least 0"),
-    "share": ((lambda value: _is_number(value) and 0 < value <= 1), "a number above 0 and at most 1"),
-    "window": ((lambda value: _is_count(value, 1, 1000)), "an integer from 1 to 1000"),
+    "tolerance": _number(", at least 0", lambda value: value >= 0),
+    "share": _number(" above 0 and at most 1", lambda value: 0 < value <= 1),
+    "window": _integer(" from 3 to 1000", 3, 1000),
 }
-CONDITION_DEFAULTS = {field.name: field.default for field in fields(Condition)}
-# With fewer, a third has too few values for a median that noise does not move.
-_SHORTEST_TREND = 15
 
 
-def problems_of(own: Mapping[str, Any], table: Mapping[str, Any]) -> list[str]:
-    """Lists what is wrong with a user's table."""
-    problems: list[str] = []
+def _check_table(own: Mapping[str, Any], table: Mapping[str, Any]) -> None:
+    """Raises for the first thing in a user's table that cannot be used."""
     for name, keys in own.items():
         if not isinstance(keys, dict):
-            problems.append(
+            raise RuleError(
                 f"`{name}` is at the top level, set to {reprlib.repr(keys)}. Please put it below the rule it is for, "
                 f"such as [{next(iter(table))}]."
             )
-            continue
-        missing = [key for key in ("metric", "red_flag") if key not in keys]
-        if name not in table and missing:
-            close = difflib.get_close_matches(name, table, n=1)
-            advice = f"Did you mean [{close[0]}]?" if close else f"The rules there are: {', '.join(table)}."
-            problems.append(f"[{name}] is a new rule and needs {_listed(missing)}. {advice}")
-        problems += _unfit(keys, RULE_KEYS, f"[{name}]")
-        if "red_flag" in keys and RULE_KEYS["red_flag"][0](keys["red_flag"]):
-            for number, part in enumerate(keys["red_flag"], start=1):
-                where = f"condition {number} of `red_flag` in [{name}]"
-                found = _unfit(part, CONDITION_KEYS, where)
-                problems += found or _inconsistent(part, where)
-    return problems
+        if name not in table and not {"metric", "red_flag"} <= keys.keys():
+            advice = _advice(name, table, "[{}]")
+            raise RuleError(f"[{name}] is a new rule and needs `metric` and `red_flag`. {advice}")
+        _check_keys(keys, RULE_KEYS, f"[{name}]")
+        for number, part in enumerate(keys.get("red_flag", ()), start=1):
+            where = f"condition {number} of `red_flag` in [{name}]"
+            _check_keys(part, CONDITION_KEYS, where)
+            missing = next((key for key in ("is", "value") if key not in part), None)
+            if missing is not None:
+                raise RuleError(f"{where} has no `{missing}`. Please set `{missing}` to {CONDITION_KEYS[missing][1]}.")
 
 
-def _unfit(keys: Mapping[str, Any], known: Mapping[str, _Check], where: str) -> list[str]:
-    problems = []
+def _check_keys(keys: Mapping[str, Any], known: Mapping[str, _Check], where: str) -> None:
     for key, value in keys.items():
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            advice = f"Did you mean `{close[0]}`?" if close else f"There are: {', '.join(known)}."
-            problems.append(f"`{key}` in {where} is not a key. {advice}")
-            continue
+            raise RuleError(f"`{key}` in {where} is not a key. {_advice(key, known, '`{}`')}")
         fits, allowed = known[key]
         if not fits(value):
-            problems.append(
-                f"`{key}` in {where} is {reprlib.repr(value)} ({type(value).__name__}), but must be {allowed}."
-            )
-    return problems
+            what = f"{reprlib.repr(value)} ({type(value).__name__})"
+            raise RuleError(f"`{key}` in {where} is {what}, but must be {allowed}.")
 
 
-def _inconsistent(part: Mapping[str, Any], where: str) -> list[str]:
-    if "is" not in part:
-        return [f"{where} does not say what is compared. Please set `is` to {CONDITION_KEYS['is'][1]}."]
-    relation, problems = part["is"], []
-    if "value" not in part:
-        problems.append(f"{where} has no `value`. Please say what the metric is compared with.")
-    if "tolerance" in part and relation != "near":
-        problems.append(f'{where} has a `tolerance`, which only `is = "near"` reads. Please take it out.')
-    if relation in TRENDS:
-        if part.get("value", 1) <= 0:
-            problems.append(f"{where} is a trend of size {part['value']}, but must be above 0: it is an amount.")
-        if part.get("window", _SHORTEST_TREND) < _SHORTEST_TREND:
-            problems.append(
-                f"{where} is a trend over {part['window']} observations, but must be at least {_SHORTEST_TREND}."
-            )
-        if "share" in part:
-            problems.append(f"{where} is a trend and cannot have a `share`. Please take it out.")
-    elif "window" in part and "share" not in part:
-        problems.append(f"{where} has a `window`, which only trends and a `share` read. Please set `share`, too.")
-    return problems
-
-
-def _listed(keys: Sequence[str]) -> str:
-    return " and ".join(f"`{key}`" for key in keys)
+def _advice(name: str, known: Mapping[str, Any], form: str) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {form.format(close[0])}?" if close else f"There are: {', '.join(known)}."
 
 
 # ---- conditions: conditions, held against what was logged of a metric ----
@@ -270,48 +235,33 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 _STANDARD_ERRORS = 4.0
 
 
-class Series:
+class Series(KeepsState):
     """Remembers one metric: its newest value, the last ones, its early level and its range."""
 
-    __slots__ = ("early", "highest", "log", "lowest", "recent", "start", "value")
+    # A series whose values were all NaN has no finite bounds to save.
+    _state = ("recent", "early", "lowest", "highest", "value", "log")
 
     def __init__(self, window: int) -> None:
         self.recent: deque[float] = deque(maxlen=window)
         self.early: list[float] = []
-        self.start: float | None = None
-        self.lowest = math.inf
-        self.highest = -math.inf
-        self.value = math.nan
+        self.value: float | None = None
+        self.lowest: float | None = None
+        self.highest: float | None = None
         self.log = 0
 
     def add(self, value: float, log: int) -> None:
         self.value, self.log = value, log
         self.recent.append(value)
-        if value < self.lowest:
-            self.lowest = value
-        if value > self.highest:
-            self.highest = value
-        if self.start is None:
+        self.lowest = value if self.lowest is None else min(value, self.lowest)
+        self.highest = value if self.highest is None else max(value, self.highest)
+        if len(self.early) < EARLY:
             self.early.append(value)
-            if len(self.early) == EARLY:
-                self.start = median(self.early)
 
-    def state_dict(self) -> dict[str, Any]:
-        # A series that exists but was never observed (its value was NaN) has no finite bounds to save.
-        return {
-            "recent": list(self.recent),
-            "early": list(self.early),
-            "range": [self.lowest, self.highest, self.value] if self.log else None,
-            "log": self.log,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.recent.extend(state["recent"])
-        self.early = list(state["early"])
-        self.start = median(self.early) if len(self.early) == EARLY else None
-        if state["range"] is not None:
-            self.lowest, self.highest, self.value = state["range"]
-        self.log = state["log"]
+    def level(self, of: str) -> float | None:
+        """What a bound is a multiple of; `None` while it is not known."""
+        if of == "start":
+            return median(self.early) if len(self.early) == EARLY else None
+        return self.lowest if of == "lowest" else self.highest
 
 
 def finite_number(value: Any) -> float | None:
@@ -329,22 +279,16 @@ def finite_number(value: Any) -> float | None:
 def bound_of(part: Condition, series: Series, limits: Mapping[str, float]) -> float | None:
     if not part.of:
         return part.value
-    if part.of == "start":
-        reference = series.start
-    elif part.of == "lowest":
-        reference = series.lowest
-    elif part.of == "highest":
-        reference = series.highest
-    else:
-        reference = limits.get(part.of.removeprefix("args."))
+    argument = part.of.removeprefix("args.")
+    reference = series.level(part.of) if argument == part.of else limits.get(argument)
     if reference is None:
         return None
     return part.value * (abs(reference) if part.relation in TRENDS else reference)
 
 
 def holds(part: Condition, series: Series, limits: Mapping[str, float]) -> bool:
-    bound = bound_of(part, series, limits) if part.of else part.value
-    if bound is None:
+    bound = bound_of(part, series, limits)
+    if bound is None or series.value is None:
         return False
     if part.relation in TRENDS:
         return _moves(part, series.recent, bound)
@@ -379,10 +323,6 @@ def _moves(part: Condition, recent: Sequence[float], size: float) -> bool:
 # ---- metric rules: the rules at work: each log is judged, and a flag that stays up is reported once ----
 
 
-# Names in the plan that match nothing: a loop that logs ever new names must not fill the memory with them.
-_UNREAD_NAMES = 4096
-
-
 class MetricRules:
     """Judges what a trainer logs by a table of rules."""
 
@@ -390,34 +330,31 @@ class MetricRules:
         self.rules = tuple(rule for rule in rules if rule.enabled)
         given = {} if limits is None else limits
         self.limits = {name: number for name, value in given.items() if (number := finite_number(value)) is not None}
-        self._series: dict[str, Series] = {}
-        self._tracks: dict[str, dict[str, _Track]] = {rule.name: {} for rule in self.rules}
-        # From a metric's name to what is done with it, so that patterns are matched once per name and not per log.
-        self._plan: dict[str, tuple[Series, tuple[_Track, ...]] | None] = {}
+        # What is known of each metric, and the rules that watch it; `None` where no rule reads it.
+        self._metrics: dict[str, tuple[Series, dict[str, _Track]] | None] = {}
         self._step = 0
         self._logs = 0
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> list[Symptom]:
         """Takes in one log and returns what is newly wrong."""
         if step < self._step:
-            for track in self._all_tracks():
-                track.step = None
+            for _, tracks in filter(None, self._metrics.values()):
+                for track in tracks.values():
+                    track.step = None
         self._step = step
         self._logs += 1
         due: list[tuple[str, _Track]] = []
         for name, value in metrics.items():
-            plan = self._plan[name] if name in self._plan else self._planned(name)
-            if plan is None:
-                continue
-            number = finite_number(value)
-            if number is None:
-                continue
-            plan[0].add(number, self._logs)
-            due.extend((name, track) for track in plan[1])
+            if name not in self._metrics:
+                self._metrics[name] = self._watched(name)
+            metric, number = self._metrics[name], finite_number(value)
+            if metric is not None and number is not None:
+                metric[0].add(number, self._logs)
+                due.extend((name, track) for track in metric[1].values())
         # Only now, so that the order of the metrics in the log does not matter.
         return [symptom for name, track in due if (symptom := self._judge(step, name, track)) is not None]
 
-    def _planned(self, name: str) -> tuple[Series, tuple[_Track, ...]] | None:
+    def _watched(self, name: str) -> tuple[Series, dict[str, _Track]] | None:
         """Finds the rules that read a metric not seen before."""
         watching = [rule for rule in self.rules if isinstance(name, str) and rule.matches(name)]
         windows = [
@@ -426,30 +363,26 @@ class MetricRules:
             for part in rule.red_flag
             if part.metric == name or (not part.metric and rule in watching)
         ]
-        plan: tuple[Series, tuple[_Track, ...]] | None = None
-        if watching or windows:
-            series = self._series.setdefault(name, Series(max(windows, default=0)))
-            plan = series, tuple(self._tracks[rule.name].setdefault(name, _Track(rule)) for rule in watching)
-        elif len(self._plan) >= _UNREAD_NAMES:
-            self._plan = {known: kept for known, kept in self._plan.items() if kept is not None}
-        self._plan[name] = plan
-        return plan
+        if not watching and not windows:
+            return None
+        return Series(max(windows, default=0)), {rule.name: _Track(rule) for rule in watching}
 
     def _judge(self, step: int, name: str, track: _Track) -> Symptom | None:
         rule = track.rule
         read: list[Series] = []
         for part in rule.red_flag:
-            series = self._series.get(part.metric or name)
+            metric = self._metrics.get(part.metric or name)
             # An old value says nothing about this log.
-            if series is None or series.log <= track.log:
+            if metric is None or metric[0].log <= track.log:
                 return None
-            read.append(series)
+            read.append(metric[0])
         red = all(map(holds, rule.red_flag, read, repeat(self.limits)))
         if not track.extend(step, red, self._logs):
             return None
+        watched = self._metrics[name]
         evidence: dict[str, Any] = {
             "metric": name,
-            "value": self._series[name].value,
+            "value": None if watched is None else watched[0].value,
             "bound": bound_of(rule.red_flag[0], read[0], self.limits),
             "red_flag": rule.describe(),
             "healthy": rule.healthy,
@@ -467,41 +400,31 @@ class MetricRules:
             evidence["other_values"] = others
         return Symptom(name=f"rule:{rule.name}", step=step, evidence=evidence, severity=rule.severity)
 
-    def _all_tracks(self) -> Iterable[_Track]:
-        return (track for by_metric in self._tracks.values() for track in by_metric.values())
-
     def state_dict(self) -> dict[str, Any]:
         """Returns everything needed to go on, ready for JSON."""
-        return {
-            "step": self._step,
-            "logs": self._logs,
-            "series": {name: series.state_dict() for name, series in self._series.items()},
-            "tracks": {
-                rule: {metric: track.state_dict() for metric, track in by_metric.items()}
-                for rule, by_metric in self._tracks.items()
-                if by_metric
-            },
+        metrics = {
+            name: [metric[0].state_dict(), {rule: track.state_dict() for rule, track in metric[1].items()}]
+            for name, metric in self._metrics.items()
+            if metric is not None
         }
+        return {"step": self._step, "logs": self._logs, "metrics": metrics}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where [`MetricRules.state_dict`] was called; rules that are no longer in the table are left out."""
-        self._step, self._logs = state["step"], state["logs"]
-        self._plan, self._series = {}, {}
-        self._tracks = {rule.name: {} for rule in self.rules}
-        for name, saved in state["series"].items():
-            plan = self._planned(name)
-            if plan is not None:
-                plan[0].load_state_dict(saved)
-                for track in plan[1]:
-                    by_metric = state["tracks"].get(track.rule.name, {})
-                    if name in by_metric:
-                        track.load_state_dict(by_metric[name])
+        self._step, self._logs, self._metrics = state["step"], state["logs"], {}
+        for name, (series, tracks) in state["metrics"].items():
+            metric = self._metrics[name] = self._watched(name)
+            if metric is not None:
+                metric[0].load_state_dict(series)
+                for rule, track in metric[1].items():
+                    if rule in tracks:
+                        track.load_state_dict(tracks[rule])
 
 
-class _Track:
+class _Track(KeepsState):
     """Counts for how long a rule's flag has been up, or down, for one metric."""
 
-    __slots__ = ("count", "fired", "log", "red", "rule", "since", "step")
+    _state = ("red", "since", "count", "step", "log", "fired")
 
     def __init__(self, rule: MetricRule) -> None:
         self.rule = rule
@@ -526,30 +449,20 @@ class _Track:
         self.fired = red
         return reports
 
-    def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__ if name != "rule"}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
-
 
 # ---- table: the table of rules: read from TOML with a user's own merged over it, and written as TOML ----
 
 
-class RuleError(ValueError):
-    """A table of rules cannot be used; the message names file, rule, key, value and what is allowed."""
-
-
 def load_rules(path: str | os.PathLike[str] | None = None) -> tuple[MetricRule, ...]:
     """Reads the table of the package, with a user's table merged over it."""
-    table = _default_table()
+    default = resources.files(__package__).joinpath("metric_rules.toml").read_text(encoding="utf-8")
+    table: dict[str, dict[str, Any]] = tomllib.loads(default)
     if path is not None:
         own = read_toml(Path(path), RuleError)
-        problems = problems_of(own, table)
-        if problems:
-            several = [f"{path}: {len(problems)} things in the table of rules cannot be used:", *problems]
-            raise RuleError("\n- ".join(several) if len(problems) > 1 else f"{path}: {problems[0]}")
+        try:
+            _check_table(own, table)
+        except RuleError as error:
+            raise RuleError(f"{path}: {error}") from None
         for name, keys in own.items():
             table[name] = {**table.get(name, {}), **keys}
     return tuple(_rule(name, keys) for name, keys in table.items())
@@ -574,23 +487,16 @@ def rules_to_toml(rules: Iterable[MetricRule]) -> str:
 
 def _condition_to_toml(part: Condition) -> str:
     keys = {name: getattr(part, "relation" if name == "is" else name) for name in CONDITION_KEYS}
-    shown = {name: value for name, value in keys.items() if name == "value" or value != CONDITION_DEFAULTS.get(name)}
+    defaults = {field.name: field.default for field in fields(Condition)}
+    shown = {name: value for name, value in keys.items() if name == "value" or value != defaults.get(name)}
     return "{ " + ", ".join(f"{name} = {toml_value(value)}" for name, value in shown.items()) + " }"
-
-
-def _default_table() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(resources.files(__package__).joinpath("metric_rules.toml").read_text(encoding="utf-8"))
 
 
 def _rule(name: str, keys: Mapping[str, Any]) -> MetricRule:
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in keys.items()}
-    values["red_flag"] = tuple(_condition(part) for part in keys["red_flag"])
-    return MetricRule(name=name, **values)
-
-
-def _condition(keys: Mapping[str, Any]) -> Condition:
-    values: dict[str, Any] = {("relation" if key == "is" else key): value for key, value in keys.items()}
-    for key in ("value", "tolerance", "share"):
-        if key in values:
-            values[key] = float(values[key])
-    return Condition(**values)
+    conditions = []
+    for part in keys["red_flag"]:
+        numbers = {key: float(value) for key, value in part.items() if key in ("value", "tolerance", "share")}
+        others = {key: value for key, value in part.items() if key != "is"}
+        conditions.append(Condition(part["is"], **others | numbers))
+    return MetricRule(name=name, **values | {"red_flag": tuple(conditions)})

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from statistics import median
-from typing import Any
 
 from ....failures.recipes import Symptom
 from ....hf.objective import StepSignals
-from .trend import LogTrend, Reading, UsualSpikes
+from ....system.files import KeepsState
+from .trend import MAD_TO_SIGMA, LogTrend, Reading, UsualSpikes
 
 
 # ---- spikes: a value far above its baseline in one step: loss spikes, gradient spikes, both at once ----
@@ -19,16 +19,17 @@ from .trend import LogTrend, Reading, UsualSpikes
 _IN_A_ROW = 2
 
 
-# Robust z-scores of the log loss, and of the log gradient norm, above which they are spikes.
-LOSS_SPIKE_Z, GRADIENT_SPIKE_Z = 8.0, 10.0
+# Robust z-scores of the log loss, and of the log gradient norm, above which they are spikes; of a loss, is noted.
+LOSS_SPIKE_Z, GRADIENT_SPIKE_Z, _NOTICE_Z = 8.0, 10.0, 6.0
 
 
-class LossSpikeDetector:
+class LossSpikeDetector(KeepsState):
     """Reports a loss far above its baseline."""
 
-    def __init__(self, threshold: float = LOSS_SPIKE_Z, notice_threshold: float = 6.0, factor: float = 0.0) -> None:
+    _state = ("_in_a_row", "_usual")
+
+    def __init__(self, threshold: float = LOSS_SPIKE_Z, factor: float = 0.0) -> None:
         self.threshold = threshold
-        self.notice_threshold = notice_threshold
         self.factor = factor
         self._in_a_row = 0
         self._usual = UsualSpikes()
@@ -50,17 +51,10 @@ class LossSpikeDetector:
         if first and stands_out:
             limits = {"threshold": self.threshold} | ({"factor": self.factor} if beyond_factor else {})
             return Symptom("loss_spike", reading.step, reading.evidence() | limits)
-        if (first or not spike) and reading.z > self.notice_threshold:
-            evidence = reading.evidence() | {"threshold": self.notice_threshold}
+        if (first or not spike) and reading.z > _NOTICE_Z:
+            evidence = reading.evidence() | {"threshold": _NOTICE_Z}
             return Symptom("loss_notice", reading.step, evidence, "info")
         return None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"above": self._in_a_row > 0, "in_a_row": self._in_a_row, "usual": self._usual.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._in_a_row = state.get("in_a_row", int(state["above"]))
-        self._usual.load_state_dict(state["usual"])
 
 
 class GradientSpikeDetector:
@@ -94,34 +88,20 @@ class GradientSpikeDetector:
     def _may_explode(self, level: float | None) -> bool:
         return self.explosion > 0 and level is not None and 10 * level <= self.explosion
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to load: a norm is judged by its baseline alone."""
+# z of the loss and of the gradient norm above which both together are a co-spike.
+CO_SPIKE_Z = 6.0
 
 
-class CoSpikeDetector:
+def co_spike(loss: Reading, gradient: Reading, threshold: float = CO_SPIKE_Z) -> Symptom | None:
     """
     Reports loss and gradient norm far above their baselines in the same step: the batch or the computation is at
     fault, not the usual noise of one of them.
     """
-
-    def __init__(self, threshold: float = 6.0) -> None:
-        self.threshold = threshold
-
-    def observe(self, loss: Reading, gradient: Reading) -> Symptom | None:
-        """Judges one step; `"co_spike"`."""
-        if loss.z is None or gradient.z is None or min(loss.z, gradient.z) <= self.threshold:
-            return None
-        evidence = {"loss": loss.evidence(), "grad_norm": gradient.evidence(), "threshold": self.threshold}
-        return Symptom("co_spike", loss.step, evidence)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to load: a step is judged by the two baselines alone."""
+    if loss.z is None or gradient.z is None or min(loss.z, gradient.z) <= threshold:
+        return None
+    evidence = {"loss": loss.evidence(), "grad_norm": gradient.evidence(), "threshold": threshold}
+    return Symptom("co_spike", loss.step, evidence)
 
 
 # ---- nonfinite: loss or gradient norm that is not a finite number ----
@@ -131,7 +111,7 @@ class CoSpikeDetector:
 _OVERFLOWS_BEFORE_FIRST_STEP = 128
 
 
-class NonFiniteDetector:
+class NonFiniteDetector(KeepsState):
     """
     Reports a step whose loss or gradient norm is NaN or infinite, and keeps the trend of the steps that are finite.
 
@@ -145,6 +125,8 @@ class NonFiniteDetector:
         scaler_patience (`int`, *optional*, defaults to 3):
             Overflows in a row under a GradScaler that count as a symptom.
     """
+
+    _state = ("losses", "overflows")
 
     def __init__(self, window: int = 100, scaler_patience: int = 3) -> None:
         self.scaler_patience = scaler_patience
@@ -185,15 +167,8 @@ class NonFiniteDetector:
         return self.losses[-1] if self.losses else None
 
     def trend(self) -> tuple[float, float] | None:
-        """Returns median and scale (1.4826 times the median absolute deviation) of the accepted losses."""
+        """Returns median and scale of the accepted losses."""
         if not self.losses:
             return None
         centre = median(self.losses)
-        return centre, 1.4826 * median(abs(loss - centre) for loss in self.losses)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"losses": list(self.losses), "overflows": self.overflows}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.losses = deque(state["losses"], maxlen=self.losses.maxlen)
-        self.overflows = state["overflows"]
+        return centre, MAD_TO_SIGMA * median(abs(loss - centre) for loss in self.losses)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from operator import mul
 from statistics import median
 from typing import Any, NamedTuple
+
+from ....system.files import KeepsState
 
 
 # ---- trend ----
@@ -17,6 +19,10 @@ from typing import Any, NamedTuple
 
 # Turns a median absolute deviation into the standard deviation of a normal distribution, 1 / Φ⁻¹(3/4).
 MAD_TO_SIGMA = 1.4826
+# Accepted values that level and scale are taken from, and before others are judged by them.
+_LEVEL_WINDOW, _SCALE_WINDOW, _WARMUP = 50, 200, 20
+# Added to each value, as a share of the first one, and a rise of the logarithm that means nothing at first.
+_OFFSET, _EARLY_RISE = 0.02, 0.33
 # In scales: a spike counts in the spread of sums as it does in a sum, where it is capped.
 _SUMS_REACH = 4
 # Four in five values of a normal distribution lie within this many standard deviations, Φ⁻¹(0.9).
@@ -51,40 +57,37 @@ class Reading(NamedTuple):
         }
 
 
-class LogTrend:
+class LogTrend(KeepsState):
     """Robust baseline of the logarithm of a positive quantity (a loss, a gradient norm)."""
+
+    _state = (
+        *("_recent", "_deviations", "_held", "_level", "_scale", "_accepted"),
+        *("_added", "_first", "_outside", "_sums"),
+    )
 
     def __init__(
         self,
-        level_window: int = 50,
-        scale_window: int = 200,
-        warmup: int = 20,
         floor: float = 0.01,
         early_floor: float = 0.1,
-        early_rise: float = 0.33,
         reject_above: float = 6.0,
-        offset: float = 0.02,
         first: int = 1,
         in_sums: bool = True,
     ) -> None:
-        self.warmup = warmup
         self.floor = floor
         self.early_floor = early_floor
-        self.early_rise = early_rise
         self.reject_above = reject_above
-        self.offset = offset
-        self.first = min(first, warmup)
+        self.first = first
         self.in_sums = in_sums
         self._added: float | None = None
         self._first: list[float] = []
-        self._recent = SortedWindow(level_window)
-        self._deviations = SortedWindow(scale_window)
+        self._recent = SortedWindow(_LEVEL_WINDOW)
+        self._deviations = SortedWindow(_SCALE_WINDOW)
         self._sums = SumSpread()
         self._level = 0.0
         self._scale = floor
         self._accepted = 0
         self._held: deque[float] = deque()
-        self._outside: deque[float] = deque(maxlen=level_window)
+        self._outside: deque[float] = deque(maxlen=_LEVEL_WINDOW)
         self.level: float | None = None
         """The baseline in the quantity's own units; `None` before the first accepted value."""
         self.scale = floor
@@ -95,7 +98,7 @@ class LogTrend:
     @property
     def ready(self) -> bool:
         """Whether enough values have been accepted to judge others by them."""
-        return self._accepted >= self.warmup
+        return self._accepted >= _WARMUP
 
     def read(self, step: int, value: float) -> Reading:
         """Sets a value next to the baseline. Changes nothing."""
@@ -119,22 +122,22 @@ class LogTrend:
             self._begin_with(reading.value)
         self._outside.clear()
         self._held.append(self._logarithm(reading.value))
-        while self._held and (not hold or len(self._held) > self._recent.size):
+        while self._held and (not hold or len(self._held) > _LEVEL_WINDOW):
             self._enter(self._held.popleft())
         return True
 
     def _begin_with(self, value: float) -> None:
         """Takes in one of the first values; once all are known, those before it enter again, with their offset."""
         if self._added is None:
-            self._added = self.offset * value
+            self._added = _OFFSET * value
         self._first.append(value)
         if len(self._first) < self.first:
             return
         before, self._first = self._first[:-1], []
         if not before:
             return
-        self._added = self.offset * median([*before, value])
-        self._recent, self._deviations = SortedWindow(self._recent.size), SortedWindow(self._deviations.size)
+        self._added = _OFFSET * median([*before, value])
+        self._recent, self._deviations = SortedWindow(_LEVEL_WINDOW), SortedWindow(_SCALE_WINDOW)
         self._sums, self._accepted, self._level, self._scale = SumSpread(), 0, 0.0, self.floor
         self._held.clear()
         for earlier in before:
@@ -150,7 +153,7 @@ class LogTrend:
     @property
     def overdue(self) -> bool:
         """Whether a whole window of values has been refused, with none accepted in between."""
-        return len(self._outside) == self._recent.size
+        return len(self._outside) == _LEVEL_WINDOW
 
     def relearn(self) -> bool:
         """
@@ -158,17 +161,17 @@ class LogTrend:
         least 20 of them that stray no more than four times as far as the accepted ones did, or 50 %.
         """
         values = list(self._outside)
-        if len(values) < 20:
+        if len(values) < _WARMUP:
             return False
         centre = median(values)
         # Four in five, and not half: two levels that alternate are not one.
         reach = sorted(abs(value - centre) for value in values)[len(values) * 4 // 5]
         if reach > FOUR_IN_FIVE * max(4 * self._scale, 0.5):
             return False
-        self._recent = SortedWindow(self._recent.size)
-        self._deviations = SortedWindow(self._deviations.size)
+        self._recent = SortedWindow(_LEVEL_WINDOW)
+        self._deviations = SortedWindow(_SCALE_WINDOW)
         self._outside.clear()
-        self._accepted = max(self._accepted, self.warmup)
+        self._accepted = max(self._accepted, _WARMUP)
         for value in values:
             self._enter(value)
         return True
@@ -198,40 +201,14 @@ class LogTrend:
         self.level = level - added if self._accepted else None
         # A quarter of the offset, 0.5 % of the first value, is no deviation worth a symptom either.
         least = 0.25 * added / level
-        if self._accepted < self._recent.size:
+        if self._accepted < _LEVEL_WINDOW:
             least = max(least, self.early_floor)
         self.scale = max(self._scale, least)
         self._stretch = max(self._sums.deviation / self.scale, 1.0) * self._sums.inflation
-        self._least_rise = self.early_rise if self._accepted < self._recent.size else 0.0
+        self._least_rise = _EARLY_RISE if self._accepted < _LEVEL_WINDOW else 0.0
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns everything it remembers, ready for JSON; exact."""
-        return {
-            "recent": list(self._recent.values),
-            "deviations": list(self._deviations.values),
-            "held": list(self._held),
-            "level": self._level,
-            "scale": self._scale,
-            "accepted": self._accepted,
-            "added": self._added,
-            "first": list(self._first),
-            "outside": list(self._outside),
-            "sums": self._sums.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._recent = SortedWindow(self._recent.size, state["recent"])
-        self._deviations = SortedWindow(self._deviations.size, state["deviations"])
-        self._held = deque(state["held"])
-        self._level = state["level"]
-        self._scale = state["scale"]
-        self._accepted = state["accepted"]
-        self._added = state["added"]
-        self._first = list(state.get("first", ()))
-        self._outside = deque(state["outside"], maxlen=self._recent.size)
-        self._sums = SumSpread()
-        if "sums" in state:
-            self._sums.load_state_dict(state["sums"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
         self._publish()
 
 
@@ -246,9 +223,15 @@ def _has_logarithm(value: float) -> bool:
 class SortedWindow:
     """The last `size` numbers, in order of arrival and in order of size."""
 
-    def __init__(self, size: int, values: Sequence[float] = ()) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
-        self.values: deque[float] = deque(values, maxlen=size)
+        self.load_state_dict(())
+
+    def state_dict(self) -> list[float]:
+        return list(self.values)
+
+    def load_state_dict(self, values: Sequence[float]) -> None:
+        self.values: deque[float] = deque(values, maxlen=self.size)
         self.ordered = sorted(self.values)
         # How many of the nearer half lay below the centre the last time: the place to look first.
         self._below = 0
@@ -305,15 +288,18 @@ _PARABOLA = [
     for away in range(-_HALF, _HALF + 1)
 ]
 _LEFT_AROUND = _VALUES_AROUND / 2.25
+# What is left of a distance at the next one: they are remembered for about 500 steps.
+_FADE = 1 - 1 / 500
 # Distances before anything is said about sums of them, and a correlation beyond which their spread has no bound.
 _FEWEST_FOR_SUMS, _HIGHEST_CORRELATION = 20, 0.95
 
 
-class SumSpread:
+class SumSpread(KeepsState):
     """Measures how much further sums of neighbouring values stray than those of independent ones."""
 
-    def __init__(self, memory: int = 500) -> None:
-        self._fade = 1 - 1 / memory
+    _state = ("_around", "_sums", "_last", "deviation", "inflation")
+
+    def __init__(self) -> None:
         self._around: deque[float] = deque(maxlen=_VALUES_AROUND)
         self._last = 0.0
         # Sums of the weights, of their squares, of the squared distances, and of their products with the next.
@@ -330,7 +316,7 @@ class SumSpread:
             return
         distance = self._around[_VALUES_AROUND // 2] - sum(map(mul, self._around, _PARABOLA))
         distance = min(max(distance, -reach), reach)
-        fade, (weights, weights_squared, squares, products) = self._fade, self._sums
+        fade, (weights, weights_squared, squares, products) = _FADE, self._sums
         weights, weights_squared = fade * weights + 1, fade * fade * weights_squared + 1
         squares, products = fade * squares + distance * distance, fade * products + distance * self._last
         self._sums, self._last = [weights, weights_squared, squares, products], distance
@@ -343,20 +329,6 @@ class SumSpread:
         correlation = min(correlation, _HIGHEST_CORRELATION)
         correlated = correlation > 2 / math.sqrt(count)
         self.inflation = math.sqrt((1 + correlation) / (1 - correlation)) if correlated else 1.0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "around": list(self._around),
-            "sums": list(self._sums),
-            "last": self._last,
-            "deviation": self.deviation,
-            "inflation": self.inflation,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._around = deque(state["around"], maxlen=_VALUES_AROUND)
-        self._sums, self._last = list(state["sums"]), state["last"]
-        self.deviation, self.inflation = state["deviation"], state["inflation"]
 
 
 # ---- usual ----
@@ -376,24 +348,22 @@ _STANDS_OUT = 1.5
 _RISES_KEPT = 16
 
 
-class UsualSpikes:
+class UsualSpikes(KeepsState):
     """Remembers what strayed far in the last 2,000 steps, and says how high a spike has to be to stand out from it."""
 
+    _state = ("_recent", "_spikes", "_began")
+
     def __init__(self) -> None:
-        self._tail: list[tuple[int, float]] = []
+        self._recent: list[tuple[int, float]] = []
         self._spikes: deque[int] = deque(maxlen=2)
         self._began: int | None = None
-
-    @property
-    def known(self) -> bool:
-        """Whether there have been two spikes: one more of their size is no news."""
-        return len(self._spikes) == 2
 
     def stands_out(self, reading: Reading) -> bool:
         """Whether a spike is higher (in natural-log units) than what is usual. Changes nothing."""
         since = reading.step - _SPIKES_REMEMBERED
-        heights = sorted((height for at, height in self._tail if at > since), reverse=True)
-        again = self.known and self._spikes[0] > since and len(heights) > 1
+        heights = sorted((height for at, height in self._recent if at > since), reverse=True)
+        # After two spikes, one more of their size is no news.
+        again = len(self._spikes) == 2 and self._spikes[0] > since and len(heights) > 1
         usual = _STANDS_OUT * heights[1] if again else 0.0
         return reading.height > max(usual, self._furthest_of_tail(heights, reading.step))
 
@@ -406,10 +376,10 @@ class UsualSpikes:
         if reading.z is None or (reading.z < _TAIL_FROM and not spike):
             return
         since = reading.step - _SPIKES_REMEMBERED
-        self._tail = [each for each in self._tail if each[0] > since]
-        self._tail.append((reading.step, reading.height))
-        if len(self._tail) > _TAIL_SIZE:
-            self._tail.remove(min(self._tail, key=lambda each: each[1]))
+        self._recent = [each for each in self._recent if each[0] > since]
+        self._recent.append((reading.step, reading.height))
+        if len(self._recent) > _TAIL_SIZE:
+            self._recent.remove(min(self._recent, key=lambda each: each[1]))
 
     def _furthest_of_tail(self, heights: list[float], step: int) -> float:
         """Extrapolates the tail to the height that one step in 100,000 exceeds; 0 where too few values are known."""
@@ -421,21 +391,14 @@ class UsualSpikes:
         seen = min(max(step - self._began, 1), _SPIKES_REMEMBERED)
         return float(base * max(largest * _ONE_STEP_IN / seen, 1.0) ** exponent)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"recent": [list(each) for each in self._tail], "spikes": list(self._spikes), "began": self._began}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._tail = [(step, height) for step, height in state["recent"]]
-        # Before there was a tail, all that was remembered were spikes.
-        self._spikes = deque(state.get("spikes", [step for step, _ in self._tail]), maxlen=2)
-        self._began = state.get("began", self._tail[0][0] if self._tail else None)
-
-
-class UsualRises:
+class UsualRises(KeepsState):
     """
     Remembers how far a CUSUM rose in the last 5,000 steps without anything being wrong: data in shards, or sorted
     within each epoch, make the loss rise again and again.
     """
+
+    _state = ("_rises", "_harmless", "limit")
 
     def __init__(self, limit: float) -> None:
         self._rises: list[tuple[int, float]] = []
@@ -461,17 +424,6 @@ class UsualRises:
         self._rises += [(step, height)] * (2 if reported else 1)
         for _ in range(len(self._rises) - _RISES_KEPT):
             self._rises.remove(min(self._rises, key=lambda each: each[1]))
-        self._set_limit()
-
-    def _set_limit(self) -> None:
         heights = sorted((height for _, height in self._rises), reverse=True)
         wanted = _STANDS_OUT * heights[1] if len(heights) > 1 else 0.0
         self.limit = min(max(wanted, self._least), 3 * self._least)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rises": [list(each) for each in self._rises], "harmless": self._harmless}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rises = [(step, height) for step, height in state["rises"]]
-        self._harmless = state.get("harmless", 0.0)
-        self._set_limit()
