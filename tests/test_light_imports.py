@@ -40,7 +40,7 @@ def loaded_by(*commands: list[str]) -> list[tuple[int, list[str]]]:
 
 
 def test_commands_that_only_read_wait_for_no_torch(tmp_path: Path) -> None:
-    (tmp_path / "healing_events.jsonl").write_text('{"run": "a", "step": 0, "kind": "run_started"}\n')
+    (tmp_path / "healing_events.jsonl").write_text('{"run": "a", "step": 0, "time": 1.0, "kind": "run_started"}\n')
     found = loaded_by(["--help"], ["report", "--help"], ["report", str(tmp_path)], ["config"], ["rules"])
     assert found == [(0, []), (0, []), (4, []), (0, []), (0, [])]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -45,11 +44,11 @@ def next_steps(report: RunReport, rate: float | None, postmortem: Mapping[str, A
 
 def _about_the_state(report: RunReport, postmortem: Mapping[str, Any] | None, anew: bool) -> Iterable[NextStep]:
     state = report.state
-    if state.name == "unknown":
+    if state.name == "unknown" and state.pid is not None:
         yield NextStep(
             f"Look whether process {state.pid} on {state.host} is still there.",
             "Whether the run goes on can only be seen on that machine.",
-            f"ps -p {state.pid}" if state.pid else None,
+            f"ps -p {state.pid}",
         )
     interrupted = postmortem is not None and postmortem.get("failure") == FailureType.INTERRUPTED
     if postmortem is not None and not interrupted:
@@ -68,18 +67,13 @@ def _about_the_state(report: RunReport, postmortem: Mapping[str, Any] | None, an
 
 def _resume(report: RunReport, told: str | None) -> NextStep:
     """How to go on: as the postmortem has `told`, else from the newest checkpoint that is usable."""
-    state, checkpoints = report.state, report.checkpoints
-    usable = [each for each in checkpoints if each.usable]
+    state, usable = report.state, [each for each in report.checkpoints if each.usable]
     if told:
-        # By its end, as the run directory may have been moved.
-        named = re.split(r"[/\\'\"]+", told.rstrip("'\")"))
-        of_it = [each for each in usable if named[-len(own := each.path.split(os.sep)) :] == own]
-        # The longest one: not checkpoint-40 for last-known-good/checkpoint-40.
+        # By its end, as the run directory may have been moved; not checkpoint-40 for last-known-good/checkpoint-40.
+        of_it = [each for each in usable if told.endswith(f"/{each.path}')")]
         known = max(of_it, key=lambda each: len(each.path), default=None)
         if known is None:
-            return NextStep(
-                "Resume from where the postmortem says.", "It names the checkpoint that was written.", told
-            )
+            return NextStep("Resume from where the postmortem says.", "It names the checkpoint.", told)
         text = f"Resume: {known.path} (step {known.step}, {known.standing}) is what the postmortem names."
         return NextStep(text, _done_again(state, known), told)
     if not usable:
@@ -89,13 +83,10 @@ def _resume(report: RunReport, told: str | None) -> NextStep:
             f"self-healing check {shlex.quote(report.output_dir)}",
         )
     newest = usable[0]
-    # One that no marker of ours speaks against is what a resume without a path would take.
-    passed_over = checkpoints[: checkpoints.index(newest)]
-    alone = all(each.standing not in ("damaged", "unmarked") for each in passed_over)
     return NextStep(
         f"Resume: {newest.path} (step {newest.step}, {newest.standing}) is the newest usable checkpoint.",
         _done_again(state, newest),
-        f"trainer.train(resume_from_checkpoint={True if alone else os.path.join(report.output_dir, newest.path)!r})",
+        f"trainer.train(resume_from_checkpoint={os.path.join(report.output_dir, newest.path)!r})",
     )
 
 

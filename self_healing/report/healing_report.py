@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -16,8 +15,7 @@ from rich.text import Text
 
 from ..journal.incident import IN_DOUBT, Incident, lost_steps
 from ..run.status import RunStatus
-from ..system.files import POSTMORTEM_FILE
-from .journals import Journals, incident_of, read_journals, status_in, told_once
+from .journals import Journals, incident_of, read_journals, read_postmortem, status_in, told_once
 from .records import printable, sentence, spoken
 
 
@@ -174,15 +172,14 @@ class HealingReport:
 
     @property
     def ending(self) -> str:
-        """The run's end and what to do, from its postmortem; empty if there is none."""
-        if self.journal is None:
+        """The newest run's end and what to do, from its postmortem; empty if there is none."""
+        if self.journal is None or self.status is None:
             return ""
-        try:
-            told = json.loads((Path(self.journal).parent / POSTMORTEM_FILE).read_text(encoding="utf-8"))
-            verdict = sentence(told["verdict"])
-            return f"The run ended at step {told['step']}: {verdict} What to do: {told['what_to_do']}"
-        except (OSError, ValueError, LookupError):
+        told = read_postmortem(Path(self.journal).parent, self.status.run)
+        if told is None:
             return ""
+        verdict = sentence(told["verdict"])
+        return f"The run ended at step {told['step']}: {verdict} What to do: {told['what_to_do']}"
 
     def __rich__(self) -> Table:
         return self.table()

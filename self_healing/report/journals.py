@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..failures.recipes import FailureType
 from ..journal.incident import Incident, counted
-from ..run.status import RunState, RunStatus, looked_up, read_status
-from ..system.files import EVENTS_FILE, parse_lines, rank_in
+from ..run.status import RunState, RunStatus, read_status
+from ..system.files import EVENTS_FILE, POSTMORTEM_FILE, of_rank, parse_lines, rank_in
 
-
-# That of the events which are read here; a journal of another one is read as far as it is alike, and named.
-SCHEMA_VERSION = 1
 
 Event = dict[str, Any]
 
@@ -71,7 +68,13 @@ def read_journals(place: str | Path) -> Journals:
                 events, torn = events + more, torn + torn_there
     if len(ranks) > 1:
         events.sort(key=lambda event: event.get("time", 0.0))
-    return Journals(path, status, events, ranks, _damage(events, torn))
+    damage = ""
+    if torn:
+        damage = (
+            f"{counted(torn, 'line')} of the journal cannot be read, probably because a process was killed while it "
+            f"wrote {'it' if torn == 1 else 'them'}. This report is made of the others."
+        )
+    return Journals(path, status, events, ranks, damage)
 
 
 def _find_journal(place: Path) -> tuple[Path, RunStatus | None]:
@@ -79,7 +82,7 @@ def _find_journal(place: Path) -> tuple[Path, RunStatus | None]:
     if not place.is_dir():
         return place, None
     status = read_status(place)
-    if status is not None and os.path.isfile(told := place / status.journal):
+    if status is not None and (told := place / status.journal).is_file():
         # Not by its spelling: `..` of a directory that is a link leads elsewhere.
         return (told.resolve() if ".." in told.parts else told), status
     return place / EVENTS_FILE, status
@@ -98,52 +101,36 @@ def _read_events(path: Path) -> tuple[list[Event], int]:
     return events, torn + len(lines) - len(events)
 
 
-def _damage(events: Sequence[Event], torn: int) -> str:
-    told = []
-    if torn:
-        told.append(
-            f"{counted(torn, 'line')} of the journal cannot be read, probably because a process was killed while it "
-            f"wrote {'it' if torn == 1 else 'them'}. This report is made of the others."
-        )
-    if others := {event.get("schema", SCHEMA_VERSION) for event in events} - {SCHEMA_VERSION}:
-        told.append(
-            f"The journal is of another version of self_healing (schema {', '.join(map(str, others))}, where "
-            f"{SCHEMA_VERSION} is known): this report may be wrong."
-        )
-    return " ".join(told)
-
-
 # ---- incidents ----
+
+
+def lines_of_incidents(events: Iterable[Event]) -> dict[str, list[Event]]:
+    """Gathers the events of each incident by its id, in the order in which they were seen."""
+    found: dict[str, list[Event]] = {}
+    for event in events:
+        if "incident" in event:
+            found.setdefault(event["incident"], []).append(event)
+    return found
 
 
 def told_once(events: Iterable[Event]) -> list[tuple[list[str], list[Event]]]:
     """Finds the incidents, each by the first rank that has seen it: its ids, that rank's first, and its events."""
-    of_one: dict[str, list[Event]] = {}
-    for event in events:
-        if "incident" in event:
-            of_one.setdefault(event["incident"], []).append(event)
-    seen_as: dict[tuple[Any, ...], list[str]] = {}
-    for name, lines in of_one.items():
-        seen_as.setdefault(_seen(lines), []).append(name)
+    seen: dict[tuple[Any, ...], dict[int, list[tuple[str, list[Event]]]]] = {}
+    for name, lines in lines_of_incidents(events).items():
+        by_rank = seen.setdefault(_seen(lines), {})
+        by_rank.setdefault(lines[0].get("rank", 0), []).append((name, lines))
     found = []
-    for name, lines in of_one.items():
-        names = seen_as[_seen(lines)]
-        first = min(_rank(of_one[each]) for each in names)
-        if _rank(lines) == first:
-            found.append(([name, *(each for each in names if _rank(of_one[each]) != first)], lines))
+    for by_rank in seen.values():
+        first, *others = [by_rank[rank] for rank in sorted(by_rank)]
+        found += [([name, *(other for each in others for other, _ in each)], lines) for name, lines in first]
     return found
-
-
-def _rank(lines: Sequence[Event]) -> int:
-    return int(lines[0].get("rank", 0))
 
 
 def _seen(lines: Sequence[Event]) -> tuple[Any, ...]:
     """What is the same of an event that several ranks have seen."""
-    diagnosed: Event = next((event for event in reversed(lines) if event["kind"] == "diagnosed"), {})
-    first = lines[0]
-    about = (first["run"], first.get("attempt", 0), first["step"], first.get("symptom"))
-    return (*about, diagnosed.get("failure"), diagnosed.get("cause"))
+    incident = incident_of(lines)
+    about = lines[0]["run"], lines[0].get("attempt", 0), incident.step, incident.symptom
+    return (*about, incident.failure, incident.cause)
 
 
 def incident_of(lines: Sequence[Event]) -> Incident:
@@ -156,17 +143,10 @@ def incident_of(lines: Sequence[Event]) -> Incident:
         for key in ("cause", "outcome", "steps_lost", "steps_repeated", "seconds_lost"):
             if key in event:
                 setattr(incident, key, event[key])
-        if "failure" in event:
-            incident.failure = failure_in(event)
+        if event.get("failure") is not None:
+            incident.failure = FailureType(event["failure"])
         incident.evidence.update(event.get("evidence", {}))
     return incident
-
-
-def failure_in(event: Event) -> FailureType | None:
-    """The failure that an event names; `None` also for one that only a later version knows."""
-    with suppress(ValueError):
-        return FailureType(event.get("failure", ""))
-    return None
 
 
 # ---- what has become of a run ----
@@ -182,22 +162,26 @@ def status_in(events: Sequence[Event], run: str | None = None) -> RunStatus | No
     if status is not None and status.run == started["run"]:
         return status
     own = [event for event in events if event["run"] == started["run"]]
-    last = own[-1]
-    ended = {"run_ended": RunState.ENDED, "postmortem": RunState.STOPPED}
-    newest = next(event for event in reversed(own) if event["kind"] in {*ended, "run_started"})
-    found = RunStatus(
-        started["run"],
-        "",
-        started.get("max_steps", 0),
-        started.get("pid", 0),
-        started.get("host", "a machine that is not known"),
-        started.get("time", 0.0),
-        ended.get(newest["kind"], RunState.UNKNOWN),
-        last["step"],
-        last.get("time", 0.0),
-        newest.get("verdict", ""),
-        started.get("process_began", 0.0),
+    ends = {"run_ended": RunState.ENDED, "postmortem": RunState.STOPPED}
+    newest = next(event for event in reversed(own) if event["kind"] in {*ends, "run_started"})
+    return RunStatus(
+        run=started["run"],
+        journal="",
+        max_steps=started.get("max_steps", 0),
+        pid=started.get("pid", 0),
+        host=started.get("host", "a machine that is not known"),
+        began=started["time"],
+        state=ends.get(newest["kind"], RunState.UNKNOWN),
+        step=own[-1]["step"],
+        since=own[-1]["time"],
+        why=newest.get("verdict", ""),
     )
-    # As of one that the status spoke of until another run began.
-    known = found.state is not RunState.UNKNOWN or found.pid == 0
-    return found if known else replace(found, state=looked_up(found))
+
+
+def read_postmortem(directory: Path, run: str, rank: int = 0) -> dict[str, Any] | None:
+    """Reads what ended a run, or one rank of it; `None` if there is nothing, or it is of another run."""
+    try:
+        content = json.loads(of_rank(directory / POSTMORTEM_FILE, rank).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if content.get("run") == run else None

@@ -8,7 +8,7 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,36 +119,34 @@ def _show_named(report: RunReport, console: Console) -> None:
 
 
 def _tables(report: RunReport) -> Iterable[Table]:
-    checkpoints = _table("Checkpoints", "checkpoint", "step", "standing", "complete", "written", "size")
+    rows: list[tuple[object, ...]] = []
     for each in report.checkpoints[:_SHOWN]:
         whose = "" if each.of_this_run or each.run is None else f" (run {each.run})"
         complete = "yes" if each.complete else "no"
-        _add_row(
-            checkpoints, each.path + whose, each.step, each.standing, complete, moment(each.time), size(each.bytes)
+        rows.append(
+            (each.path + whose, each.step, each.standing, complete, moment(each.time), size(each.bytes)),
         )
-    yield checkpoints
-    attempts = _table("Processes of this run", "number", "began", "steps", "ending", "why")
+    yield _table("Checkpoints", ("checkpoint", "step", "standing", "complete", "written", "size"), rows)
+    rows = []
     for one in report.attempts if len(report.attempts) > 1 else ():
         steps = f"{one['first_step']} to {one['last_step']}"
-        _add_row(attempts, one["number"], moment(one["began"]), steps, one["ending"], one["why"][:80])
-    yield attempts
-    ranks = _table("Ranks", "rank", "step", "last seen", "incidents", "error")
+        rows.append((one["number"], moment(one["began"]), steps, one["ending"], one["why"][:80]))
+    yield _table("Processes of this run", ("number", "began", "steps", "ending", "why"), rows)
+    rows = []
     for rank in report.ranks:
         step = "-" if rank["step"] is None else rank["step"]
-        _add_row(ranks, rank["rank"], step, moment(rank["seen"]), rank["incidents"], (rank["error"] or "-")[:80])
-    yield ranks
+        rows.append((rank["rank"], step, moment(rank["seen"]), rank["incidents"], (rank["error"] or "-")[:80]))
+    yield _table("Ranks", ("rank", "step", "last seen", "incidents", "error"), rows)
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     table = Table(title=title, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold", justify="right" if column in ("step", "number", "rank") else "left")
+    for row in rows:
+        # Not as markup: a path may hold brackets.
+        table.add_row(*(Text(printable(str(cell))) for cell in row))
     return table
-
-
-def _add_row(table: Table, *cells: object) -> None:
-    # Not as markup: a path may hold brackets.
-    table.add_row(*(Text(printable(str(cell))) for cell in cells))
 
 
 def _show_next_steps(steps: Sequence[NextStep], console: Console) -> None:
@@ -285,35 +283,27 @@ class ClosingReport:
             told = f"The run came to its end at step {step} of {of}."
             last = {"learned": movement_of(state.log_history)}
             ended = State("ended", step, of, time.time(), told=told), last
-        try:
-            self._log(tracker, read_run(journal.directory, journal.run_id, ended=ended))
-        except Exception:
-            _log_failure(tracker)
+        self._log(tracker, lambda: read_run(journal.directory, journal.run_id, ended=ended))
 
     def write(self) -> None:
         """Writes the files, and logs to the trackers that are open still."""
         run, journal = self._run, self._run.journal
-        if journal.rank > 0:
+        report = None if journal.rank > 0 else write_report_files(journal.directory, journal.run_id)
+        if report is None:
             return
-        report = write_report_files(journal.directory, journal.run_id)
-        if report is not None and report.state.name == "ended" and report.verdict is not None:
+        if report.state.name == "ended" and report.verdict is not None:
             run.verdict, run.doubtful = str(report.verdict), report.verdict.name != "good"
-        if report is None or report.state.name in ("running", "ended"):
-            return
-        for callback in run.trainer.callback_handler.callbacks:
-            try:
-                self._log(callback, report)
-            except Exception:
-                _log_failure(callback)
+        if report.state.name not in ("running", "ended"):
+            for callback in run.trainer.callback_handler.callbacks:
+                self._log(callback, lambda: report)
 
-    def _log(self, tracker: Any, report: RunReport) -> None:
-        if id(tracker) not in self._told and log_to_tracker(tracker, report, report.state.step):
-            self._told.add(id(tracker))
-
-
-def _log_failure(tracker: Any) -> None:
-    # No incident: the run has lost nothing, and the report is on disk.
-    logger.warning("The report could not be logged to %s.", type(tracker).__name__, exc_info=True)
+    def _log(self, tracker: Any, read: Callable[[], RunReport]) -> None:
+        try:
+            if id(tracker) not in self._told and log_to_tracker(tracker, read()):
+                self._told.add(id(tracker))
+        except Exception:
+            # No incident: the run has lost nothing, and the report is on disk.
+            logger.warning("The report could not be logged to %s.", type(tracker).__name__, exc_info=True)
 
 
 def write_report_files(directory: Path, run: str) -> RunReport | None:
@@ -336,12 +326,12 @@ def write_report_files(directory: Path, run: str) -> RunReport | None:
     return report
 
 
-def log_to_tracker(tracker: Any, report: RunReport, step: int) -> bool:
+def log_to_tracker(tracker: Any, report: RunReport) -> bool:
     """
     Logs a report to one tracker, told by the callback that transformers has for it, without importing any of them:
     whether it was, as the tracker is known and open.
     """
-    names = {each.__name__ for each in type(tracker).__mro__}
+    names, step = {each.__name__ for each in type(tracker).__mro__}, report.state.step
     if "TensorBoardCallback" in names and (writer := getattr(tracker, "tb_writer", None)) is not None:
         # Shown as Markdown.
         writer.add_text(TAG, briefing_of(report), step)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..checkpoints.marker import checkpoints_in, load_marker, number_of, read_ma
 from ..journal.incident import counted
 from ..journal.step_log import step_log_of
 from ..run.record import Attempt, RunRecord, UnreadableRecordError
-from ..run.status import RunState, RunStatus
+from ..run.status import RunState
 from ..system.files import (
     BRIEFING_FILE,
     EVENTS_FILE,
@@ -27,7 +26,7 @@ from ..system.files import (
 )
 from .advice import next_steps
 from .healing_report import HealingReport
-from .journals import Journals, read_journals, status_in
+from .journals import Journals, lines_of_incidents, read_journals, read_postmortem, status_in
 from .records import Checkpoint, Entry, RunReport, State, no_series
 from .steps import budgets, goodput, read_steps, series_of, steps_missing
 from .stories import Places, tell_incidents, tell_notices
@@ -110,8 +109,8 @@ class _Reader:
         self.rows, self.about = read_steps(self.directory, run, self.remarks)
 
     def read(self, charts: bool, ended: tuple[State, Mapping[str, Any]] | None) -> RunReport:
-        recorded = [event["output_dir"] for event in self.started if "output_dir" in event]
-        places = Places(self.directory, self.output_dir, recorded)
+        started = self.started[-1] if self.started else {}
+        places = Places(self.directory, self.output_dir, started.get("output_dir"))
         quarantine = self._quarantine()
         incidents = tell_incidents(self.events, places, quarantine)
         last: Mapping[str, Any] = next((each for each in reversed(self.events) if each["kind"] == "run_ended"), {})
@@ -119,7 +118,8 @@ class _Reader:
         attempts = self._attempts(state)
         until = self.now if state.name == "running" else state.since
         checkpoints = [_checkpoint(each, self.output_dir, self.run) for each in checkpoints_in(self.output_dir)]
-        started = self.started[-1] if self.started else {}
+        wanted = {**_FILES, step_log_of(self.directory, self.run).name: "every step"}
+        files = [places.named(what, self.directory / name) for name, what in wanted.items()]
         recovery = {} if self.record is None else self.record.recovery_state
         report = RunReport(
             run=self.run,
@@ -142,11 +142,11 @@ class _Reader:
             learning_rate=self.summary.rate,
             verdict=judge_weights(state, incidents, checkpoints, steps_missing(self.rows, incidents), last),
             series=series_of(self.rows, self.about, self.output_dir) if charts else no_series(),
-            files=self._files(places),
+            files=[each for each in files if each is not None],
             remarks=self.remarks,
             other_runs=[self._brief(run) for run in self.journals.runs if run != self.run],
         )
-        postmortem = None if state.name == "ended" else self._postmortem(0)
+        postmortem = None if state.name == "ended" else read_postmortem(self.directory, self.run)
         return replace(report, next_steps=next_steps(report, self.summary.learning_rate, postmortem))
 
     # ---- where, and what has become of it ----
@@ -155,9 +155,9 @@ class _Reader:
         """The directory that was named if the status lies there, else what the journal says."""
         if self.journals.status is not None and place.is_dir():
             return place.resolve()
-        told = next((event["output_dir"] for event in reversed(self.started) if "output_dir" in event), None)
+        told = Path(self.started[-1].get("output_dir", "")) if self.started else self.directory
         # A run directory that was moved says where it was.
-        return Path(told) if told is not None and os.path.isdir(told) else self.directory
+        return told if told.is_absolute() and told.is_dir() else self.directory
 
     def _find_record(self) -> RunRecord | None:
         try:
@@ -171,16 +171,17 @@ class _Reader:
         status, rows = self.summary.status, self.rows
         logged = rows[-1].step + rows[-1].steps if rows else 0
         if status is None:
-            last = max((event["step"] for event in self.events), default=0)
-            seen = self.events[-1].get("time") if self.events else None
             told = "Whether the run is still going is not known: its journal does not say that it began."
-            return State("unknown", max(last, logged), None, seen, told=told)
+            return State("unknown", max([logged, *(event["step"] for event in self.events)]), told=told)
         if status.state in (RunState.RUNNING, RunState.DIED, RunState.UNKNOWN):
             # Where nothing marked how far it came, what it wrote down is the last sign of life.
-            signs = [row.time for row in rows[-1:]] + [event.get("time", 0.0) for event in self.events[-1:]]
+            signs = [row.time for row in rows[-1:]] + [event["time"] for event in self.events[-1:]]
             status = replace(status, step=max(status.step, logged), since=max(status.since, *signs))
         elif status.state in (RunState.STOPPED, RunState.LEFT):
-            status = replace(status, step=self._left_at(status))
+            # An interrupt may come before the status knows of any step, and an earlier process have come further.
+            own = [row.step + row.steps for row in rows if row.time >= status.began]
+            told_at = [event["step"] for event in self.events if event["kind"] in ("run_started", "postmortem")]
+            status = replace(status, step=max([status.step, *own[-1:], *told_at[-1:]]))
         return State(
             status.state.value,
             status.step,
@@ -192,28 +193,16 @@ class _Reader:
             str(status),
         )
 
-    def _left_at(self, status: RunStatus) -> int:
-        """The step at which `train()` was left: an interrupt may come before the status knows of any."""
-        # An earlier process may have come further than the one that went on from its checkpoint.
-        own = [row for row in self.rows if row.time >= status.began]
-        told = next((event for event in reversed(self.events) if event["kind"] in ("run_started", "postmortem")), None)
-        known = [status.step, own[-1].step + own[-1].steps if own else 0, 0 if told is None else told["step"]]
-        if not any(known) and self.record is not None and self.record.attempts:
-            # The furthest it came to, which may have been rolled back.
-            known.append(self.record.attempts[-1].last_step)
-        return max(known)
-
     # ---- its processes ----
 
     def _attempts(self, state: State) -> list[Entry]:
         """The processes of the run, one after another: those of its record, else those that its journal names."""
         recorded = [] if self.record is None else self.record.attempts
         found = [_attempt(each) for each in recorded] or list(self._attempts_of_journal())
-        times = sorted([event.get("time", 0.0) for event in self.events] + [row.time for row in self.rows])
-        for at, attempt in enumerate(found[:-1]):
-            following = found[at + 1]["began"]
-            own = [each for each in times if (attempt["began"] or 0.0) <= each < (following or 0.0)]
-            attempt["ended"] = own[-1] if own else following
+        times = sorted([event["time"] for event in self.events] + [row.time for row in self.rows])
+        for attempt, following in pairwise(found):
+            own = [each for each in times if attempt["began"] <= each < following["began"]]
+            attempt["ended"] = own[-1] if own else following["began"]
         for newest in found[-1:]:
             newest["ended"] = None if state.name == "running" else state.since
             newest["last_step"] = max(newest["last_step"], state.step)
@@ -222,19 +211,16 @@ class _Reader:
         return found
 
     def _attempts_of_journal(self) -> Iterable[Entry]:
-        own = [event for event in self.started if event.get("rank", 0) == 0]
-        firsts = [event for at, event in enumerate(own) if at == 0 or event.get("pid") != own[at - 1].get("pid")]
-        for number, event in enumerate(firsts, start=1):
-            following = firsts[number] if number < len(firsts) else event
+        firsts = {event.get("pid"): event for event in reversed(self.started) if event.get("rank", 0) == 0}
+        began = list(reversed(firsts.values()))
+        for number, (event, following) in enumerate(zip(began, [*began[1:], *began[-1:]], strict=True), 1):
             yield {
                 "number": number,
-                "pid": event.get("pid"),
-                "host": event.get("host"),
-                "began": event.get("time"),
+                **{key: event.get(key) for key in ("pid", "host", "resumed_from")},
+                "began": event["time"],
                 "ended": None,
                 "first_step": event["step"],
                 "last_step": max(following["step"], event["step"]),
-                "resumed_from": event.get("resumed_from"),
                 "ending": "unknown",
                 "why": "",
             }
@@ -247,34 +233,26 @@ class _Reader:
 
     def _rank(self, rank: int, journal: Path) -> Entry:
         own = [event for event in self.events if event.get("rank", 0) == rank]
-        postmortem = self._postmortem(rank)
+        postmortem = read_postmortem(self.directory, self.run, rank)
         error = None if postmortem is None else postmortem.get("error")
         return {
             "rank": rank,
             "step": own[-1]["step"] if own else None,
-            "seen": own[-1].get("time") if own else None,
-            "incidents": len({event["incident"] for event in own if "incident" in event}),
+            "seen": own[-1]["time"] if own else None,
+            "incidents": len(lines_of_incidents(own)),
             "error": f"{error['type']}: {error['message']}" if error else None,
             "journal": journal.name,
             "postmortem": None if postmortem is None else of_rank(Path(POSTMORTEM_FILE), rank).name,
         }
-
-    def _postmortem(self, rank: int) -> Entry | None:
-        try:
-            text = of_rank(self.directory / POSTMORTEM_FILE, rank).read_text(encoding="utf-8")
-            content: Entry = json.loads(text)
-        except (OSError, ValueError):
-            return None
-        return content if content.get("run") == self.run else None
 
     def _brief(self, run: str) -> Entry:
         events = self.journals.of_run(run)
         status = status_in(events, run)
         return {
             "run": run,
-            "began": next((event.get("time") for event in events if event["kind"] == "run_started"), None),
+            "began": next((event["time"] for event in events if event["kind"] == "run_started"), None),
             "step": max([event["step"] for event in events] + ([] if status is None else [status.step])),
-            "incidents": len({event["incident"] for event in events if "incident" in event}),
+            "incidents": len(lines_of_incidents(events)),
             "state": "unknown" if status is None else status.state.value,
         }
 
@@ -296,17 +274,10 @@ class _Reader:
         incidents = {event["incident"] for event in self.events if "incident" in event}
         return [_row(line) for line in lines if line.get("run") == self.run or line.get("incident") in incidents]
 
-    def _files(self, places: Places) -> list[Entry]:
-        wanted = {**_FILES, step_log_of(self.directory, self.run).name: "every step"}
-        found = [places.named(what, self.directory / name) for name, what in wanted.items()]
-        return [each for each in found if each is not None]
-
 
 def _attempt(attempt: Attempt) -> Entry:
-    known = asdict(attempt)
-    where = {key: known[key] or None for key in ("pid", "host", "began")}
-    what = {key: known[key] for key in ("first_step", "last_step", "resumed_from", "why")}
-    return {"number": attempt.number, **where, **what, "ended": None, "ending": attempt.ending.value}
+    keys = ("number", "pid", "host", "began", "first_step", "last_step", "resumed_from", "why")
+    return {key: getattr(attempt, key) for key in keys} | {"ended": None, "ending": attempt.ending.value}
 
 
 def _row(line: Mapping[str, Any]) -> Entry:

@@ -253,14 +253,6 @@ def spoken(name: str) -> str:
     return name.replace("_", " ")
 
 
-def number(value: Any) -> float | None:
-    """The number that JSON says, which names those that are not finite; `None` for anything else."""
-    try:
-        return None if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
 def duration(seconds: float) -> str:
     """A time in two units at most: `"0.4 s"`, `"3 min 20 s"`, `"5 h 12 min"`, `"2 d 3 h"`."""
     if seconds < 60:

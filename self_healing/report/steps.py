@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -14,11 +15,9 @@ from ..checkpoints.marker import checkpoints_in
 from ..failures.recipes import Action
 from ..journal.step_log import StepRow, read_step_log, step_log_of
 from ..system.files import STATE_FILE
-from .records import Budget, Entry, Goodput, IncidentStory, no_series, number
+from .records import Budget, Entry, Goodput, IncidentStory, no_series
 
 
-# Points of one metric: more than a screen has columns.
-_POINTS = 4096
 _WHOLE = frozenset({"step", "steps", "skipped", "attempt"})
 
 
@@ -27,12 +26,12 @@ def read_steps(directory: Path, run: str, remarks: list[str]) -> tuple[list[Step
     path = step_log_of(directory, run)
     try:
         about, rows = read_step_log(path)
+        return rows, about
     except FileNotFoundError:
         return [], {}
     except (OSError, ValueError) as error:
         remarks.append(f"{path.name} cannot be read ({error}): there are no charts of each step.")
         return [], {}
-    return rows, about
 
 
 def branches(rows: Iterable[StepRow]) -> tuple[list[StepRow], list[list[StepRow]]]:
@@ -57,7 +56,7 @@ def series_of(rows: Sequence[StepRow], about: Mapping[str, Any], output_dir: Pat
     if rows:
         kept, discarded = branches(rows)
         series |= {"source": "steps", "kept": _columns(kept), "discarded": [_columns(each) for each in discarded]}
-        series["memory_total"] = number(about.get("memory_total"))
+        series["memory_total"] = about.get("memory_total")
     return series
 
 
@@ -76,15 +75,11 @@ def _rounded(value: float) -> float | None:
 def _log_history(output_dir: Path) -> list[Entry]:
     """What the trainer has logged, from the newest state there is."""
     newest: tuple[int, list[Entry]] = (-1, [])
-    for folder in (output_dir, *checkpoints_in(output_dir)):
-        try:
+    # Checkpoints are listed newest first.
+    for folder in (output_dir, *checkpoints_in(output_dir)[:1]):
+        with suppress(OSError, ValueError, LookupError):
             state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
             newest = max(newest, (state["global_step"], state["log_history"]), key=lambda found: found[0])
-        except (OSError, ValueError, LookupError):
-            continue
-        if folder != output_dir:
-            # They are listed newest first.
-            break
     return newest[1]
 
 
@@ -96,8 +91,7 @@ def _logged(history: Sequence[Entry]) -> dict[str, Entry]:
                 metric = found.setdefault(name, {"step": [], "value": []})
                 metric["step"].append(entry["step"])
                 metric["value"].append(_rounded(value))
-    every = {name: math.ceil(len(metric["step"]) / _POINTS) for name, metric in found.items()}
-    return {name: {key: values[:: every[name]] for key, values in metric.items()} for name, metric in found.items()}
+    return found
 
 
 # ---- where the time went ----
@@ -137,17 +131,8 @@ def goodput(
         parts.append(min(max(seconds, 0.0), left))
         left -= parts[-1]
     down, useful, lost, healing = parts
-    return Goodput(
-        wall=wall,
-        useful=useful,
-        lost_steps=lost,
-        healing=healing,
-        down=down,
-        other=left,
-        share=useful / wall if wall > 0 else None,
-        steps_useful=useful_steps - rolled_back,
-        steps_done=sum(row.steps for row in (*kept, *again)),
-    )
+    done, share = sum(row.steps for row in (*kept, *again)), useful / wall if wall > 0 else None
+    return Goodput(wall, useful, lost, healing, down, left, share, useful_steps - rolled_back, done)
 
 
 def steps_missing(rows: Sequence[StepRow], incidents: Sequence[IncidentStory]) -> int:
@@ -174,46 +159,46 @@ def budgets(
     Reckons what is left of the budgets of a run: `limits` are settings as it began with them, `recovery` is what its
     record says of budget and learning rate.
     """
-    found: list[Budget] = []
-    if (attempts := limits.get("max_recovery_attempts")) is not None:
-        refund = limits.get("budget_refund_steps")
-        told = "How often the run is brought back without progress before it ends."
-        if refund is not None:
-            told += f" Full again {refund} steps beyond the last failure."
-        used = _recoveries(incidents, recovery.get("budget"), refund, step)
-        found.append(Budget("recoveries without progress", "max_recovery_attempts", used, attempts, told))
-    window, share, spikes = (limits.get(key) for key in ("skip_window", "max_skipped_fraction", "max_spike_skips"))
-    lately = [each for each in incidents if window is None or each.step > step - window]
-    skips = [each for each in lately if Action.SKIP_STEP in each.actions and Action.ROLL_BACK not in each.actions]
-    if window is not None and share is not None:
-        told = f"Of the last {window} steps; when more of them were left out, the run ends."
-        found.append(Budget("steps left out", "max_skipped_fraction", len(skips), share * window, told))
-    if window is not None and spikes is not None:
-        used = sum(each.symptom in ("co_spike", "gradient_spike", "gradient_explosion") for each in skips)
-        told = f"Of the last {window} steps; further spikes are clipped, and the run goes on."
-        found.append(Budget("steps left out for a spike", "on_spike", used, spikes, told))
-    if (reductions := limits.get("max_lr_reductions")) is not None:
-        in_incidents = sum(each.actions.count(Action.REDUCE_LEARNING_RATE) for each in incidents)
-        used = int(recovery.get("learning_rate", {}).get("reductions", in_incidents))
-        told = "How often the rate may be reduced; a failure after that ends the run."
-        found.append(Budget("reductions of the learning rate", "max_lr_reductions", used, reductions, told))
-    return found
-
-
-def _recoveries(
-    incidents: Sequence[IncidentStory], recorded: Mapping[str, Any] | None, refund: int | None, step: int
-) -> int:
-    """Attempts as the budget counts them: each is one more, unless the run has come far beyond the last failure."""
-
-    def full_again(at: int) -> bool:
-        return failed_at >= 0 and refund is not None and at >= failed_at + refund
-
-    used, failed_at = 0, -1
-    if recorded is not None:
-        used, failed_at = int(recorded["used"]), int(recorded["failed_at"])
-    else:
-        for incident in incidents:
-            if {Action.ROLL_BACK, Action.RESUME, Action.WAIT_AND_RESUME} & {*incident.actions}:
-                used = 1 if full_again(incident.step) else used + 1
-                failed_at = max(incident.step, failed_at)
-    return 0 if full_again(step) else used
+    if not limits:
+        return []
+    refund, window = limits["budget_refund_steps"], limits["skip_window"]
+    budget = recovery.get("budget", {"used": 0, "failed_at": -1})
+    full_again = budget["failed_at"] >= 0 and step >= budget["failed_at"] + refund
+    skips = [
+        each
+        for each in incidents
+        if each.step > step - window and Action.SKIP_STEP in each.actions and Action.ROLL_BACK not in each.actions
+    ]
+    spikes = [each for each in skips if each.symptom in ("co_spike", "gradient_spike", "gradient_explosion")]
+    reduced = sum(each.actions.count(Action.REDUCE_LEARNING_RATE) for each in incidents)
+    return [
+        Budget(
+            "recoveries without progress",
+            "max_recovery_attempts",
+            0 if full_again else budget["used"],
+            limits["max_recovery_attempts"],
+            "How often the run is brought back without progress before it ends. "
+            f"Full again {refund} steps beyond the last failure.",
+        ),
+        Budget(
+            "steps left out",
+            "max_skipped_fraction",
+            len(skips),
+            limits["max_skipped_fraction"] * window,
+            f"Of the last {window} steps; when more of them were left out, the run ends.",
+        ),
+        Budget(
+            "steps left out for a spike",
+            "on_spike",
+            len(spikes),
+            limits["max_spike_skips"],
+            f"Of the last {window} steps; further spikes are clipped, and the run goes on.",
+        ),
+        Budget(
+            "reductions of the learning rate",
+            "max_lr_reductions",
+            int(recovery.get("learning_rate", {}).get("reductions", reduced)),
+            limits["max_lr_reductions"],
+            "How often the rate may be reduced; a failure after that ends the run.",
+        ),
+    ]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.marker import number_of
-from ..failures.recipes import FAILURE_RECIPES, Action
+from ..failures.recipes import FAILURE_RECIPES, Action, FailureType
 from ..journal.incident import Incident, counted, describe, figures
-from ..system.files import EMERGENCY_DIR, PINNED_DIR
-from .journals import Event, failure_in, incident_of, told_once
-from .records import Entry, IncidentStory, capital, number, spoken
+from .journals import Event, incident_of, told_once
+from .records import Entry, IncidentStory, capital, spoken
 
 
 # What every line of a journal has, and what is told in other words.
@@ -47,34 +45,28 @@ _NOTICED = {
 _LISTED = 5
 
 
+@dataclass(frozen=True, slots=True)
 class Places:
     """Finds the files that a journal names, also where the run directory was moved or copied since."""
 
-    def __init__(self, directory: Path, output_dir: Path, recorded: Sequence[str] = ()) -> None:
-        self.directory = directory
-        self.output_dir = output_dir
-        # Where they were when the journal was written.
-        self._recorded = [Path(each) for each in recorded]
+    directory: Path
+    output_dir: Path
+    # Where it was when the journal was written.
+    recorded: str | None = None
 
     def named(self, what: str, path: str | Path) -> Entry | None:
         """Names a file, relative to the journal where it lies below it; `None` if it is gone."""
-        found = next((each for each in self._candidates(Path(path)) if os.path.exists(each)), None)
+        path = Path(path)
+        candidates = [self.directory / path]
+        if self.recorded is not None and path.is_relative_to(self.recorded):
+            candidates.append(self.output_dir / path.relative_to(self.recorded))
+        # At the end of a run, an emergency checkpoint is put among the regular ones.
+        candidates.append(self.output_dir / path.name)
+        found = next((each for each in candidates if each.exists()), None)
         if found is None:
             return None
         shown = found.relative_to(self.directory) if found.is_relative_to(self.directory) else found
-        return {"what": what, "path": str(shown), "bytes": os.path.getsize(found) if os.path.isfile(found) else None}
-
-    def _candidates(self, path: Path) -> Iterable[Path]:
-        yield self.directory / path
-        for recorded in self._recorded:
-            if path.is_relative_to(recorded):
-                yield self.output_dir / path.relative_to(recorded)
-                yield self.directory / path.relative_to(recorded)
-        if number_of(path) is not None:
-            # At the end of a run, an emergency checkpoint is put among the regular ones.
-            if path.parent.name in (EMERGENCY_DIR, PINNED_DIR):
-                yield self.output_dir / path.parent.name / path.name
-            yield self.output_dir / path.name
+        return {"what": what, "path": str(shown), "bytes": found.stat().st_size if found.is_file() else None}
 
 
 def tell_incidents(events: Iterable[Event], places: Places, rows: Sequence[Entry] = ()) -> list[IncidentStory]:
@@ -147,9 +139,8 @@ def _lines_of(event: Event) -> Iterable[Entry]:
     elif kind == "diagnosed":
         for text in _experiments(evidence):
             yield _line(event, "experiment", text) | {"details": {}}
-        failure = failure_in(event)
-        meaning = "" if failure is None else f": {FAILURE_RECIPES[failure].diagnosis}"
-        yield _line(event, "cause", f"{capital(event.get('cause', 'unknown'))}{meaning}")
+        diagnosis = FAILURE_RECIPES[FailureType(event["failure"])].diagnosis
+        yield _line(event, "cause", f"{capital(event['cause'])}: {diagnosis}")
     elif kind == "action":
         yield _line(event, "remedy", _remedy(event))
     elif kind == "repeats":
@@ -200,16 +191,16 @@ def _remedy(event: Event) -> str:
 
 def _outcome(event: Event) -> str:
     parts = []
-    if (after := number(event.get("loss_after"))) is not None and math.isfinite(after):
-        trend = number((event.get("trend") or {}).get("median"))
+    # One that is not finite is written as a text.
+    if isinstance(after := event.get("loss_after"), float):
+        trend = (event.get("trend") or {}).get("median")
         usual = "" if trend is None else f", {trend:.4g} was usual before"
         parts.append(f"loss {after:.4g} in the steps that followed{usual}")
     for key, what in (("steps_lost", "lost"), ("steps_repeated", "done again")):
         if event.get(key):
             parts.append(f"{counted(event[key], 'step')} {what}")
     parts.append(f"{event.get('seconds_lost', 0.0):.1f} s")
-    outcome = event.get("outcome") or "open"
-    return f"{capital(_OUTCOMES.get(outcome, outcome))} ({'; '.join(parts)})."
+    return f"{capital(_OUTCOMES[event['outcome']])} ({'; '.join(parts)})."
 
 
 def _scalars(values: Mapping[str, Any]) -> str:
@@ -230,15 +221,14 @@ def _shown(value: Any) -> str:
 
 def tell_notices(events: Iterable[Event]) -> list[Entry]:
     """Tells what is worth knowing though it needed no action: a high loss, a checkpoint passed over."""
-    noticed = [event for event in events if event["kind"] == "noticed" or event["kind"] in _NOTICED]
-    return [_notice(event) for event in noticed]
+    return [_notice(event) for event in events if event["kind"] == "noticed" or event["kind"] in _NOTICED]
 
 
 def _notice(event: Event) -> Entry:
     name = event.get("symptom", "?") if event["kind"] == "noticed" else event["kind"]
     told = {**event, **event.get("evidence", {})}
     shown = [str(told[key]) for key in ("path", "reason", "why", "service") if told.get(key)]
-    if (value := number(told.get("value"))) is not None:
+    if isinstance(value := told.get("value"), int | float):
         shown.append(f"{value:.4g}")
     return {
         "step": event["step"],

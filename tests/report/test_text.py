@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 from test_reading import MadeUpDirectory
 
-from self_healing import Action, FailureType, Incident
 from self_healing.report.healing_report import HealingReport
 from self_healing.report.output import briefing_of, show
 from self_healing.report.page.rendering import page_of
@@ -88,14 +87,6 @@ def test_lines_that_are_no_events_are_counted_and_left_out(ended: MadeUpDirector
     assert report.remarks[0] in printed.replace("\n", " ")
 
 
-def test_a_journal_of_another_version_says_so(ended: MadeUpDirectory) -> None:
-    ended.event("run_ended", 100, schema=2)
-    report, printed, page = in_all_forms(ended.path)
-    assert "of another version of self_healing (schema 2, where 1 is known)" in report.remarks[0]
-    assert report.remarks[0] in printed
-    assert report.remarks[0] in page
-
-
 def test_texts_of_a_run_are_no_markup_steer_no_terminal_and_can_be_encoded(ended: MadeUpDirectory) -> None:
     ended.event("detected", 3, incident="run-001", symptom="[/a] [b]c[/b]\x1b[2J")
     sample = {"run": "run", "kind": "bad_sample", "dataset_index": 5, "error": "r\udce9sum\u00e9"}
@@ -105,17 +96,3 @@ def test_texts_of_a_run_are_no_markup_steer_no_terminal_and_can_be_encoded(ended
     assert "[b]c[/b]" in printed
     assert "\x1b" not in printed
     assert "r?sum\u00e9" in page
-
-
-def test_in_a_narrow_terminal_no_word_of_the_table_is_broken() -> None:
-    incident = Incident(
-        "run-001", 122, "ConnectionError", FailureType.NETWORK, "nonfinite gradient", outcome="resolved"
-    )
-    incident.actions += [Action.EMERGENCY_CHECKPOINT, Action.WAIT_AND_RESUME, Action.USE_REEXECUTED_STEP]
-    incident.steps_lost, incident.steps_repeated, incident.seconds_lost = 2, 1000, 3.25
-    stream = io.StringIO()
-    Console(file=stream, width=80).print(HealingReport.from_incidents([incident]))
-    text = stream.getvalue()
-    for word in ("ConnectionError", "nonfinite", "gradient", "checkpoint", "reexecuted", "resolved"):
-        assert word in text
-    assert [each for each in ("2 steps lost", "1,000 repeated", "3.2 s") if each not in text] == []

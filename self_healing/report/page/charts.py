@@ -166,17 +166,18 @@ def tables_of(report: RunReport, anchors: Mapping[str, str]) -> list[Entry]:
     return [table for table in found if table["rows"] or table["none"]]
 
 
-def _table(name: str, title: str, lead: str, columns: str, rows: Sequence[Sequence[Entry]], none: str = "") -> Entry:
+def _table(name: str, title: str, lead: str, columns: str, rows: Sequence[Sequence[Any]], none: str = "") -> Entry:
     """One table, without columns that are empty."""
     heads = [{"title": head.removeprefix("#"), "numeric": head.startswith("#")} for head in columns.split(" | ")]
-    shown = [at for at in range(len(heads)) if any(row[at]["text"] for row in rows)]
-    more = len(rows) - _MOST_ROWS
+    cells = [[value if isinstance(value, dict) else _cell(value) for value in row] for row in rows]
+    shown = [at for at in range(len(heads)) if any(row[at]["text"] for row in cells)]
+    more = len(cells) - _MOST_ROWS
     return {
         "name": name,
         "title": title,
         "lead": lead,
         "columns": [heads[at] for at in shown],
-        "rows": [[row[at] for at in shown] for row in rows[:_MOST_ROWS]],
+        "rows": [[row[at] for at in shown] for row in cells[:_MOST_ROWS]],
         "none": none,
         "left_out": f"And {more} more." if more > 0 else "",
     }
@@ -187,8 +188,12 @@ def _cell(value: Any, tone: str = "", code: bool = False, anchor: str = "") -> E
     return {"text": text, "anchor": anchor, "tone": tone, "code": code}
 
 
-def _time_cell(at: float | None) -> Entry:
-    return _cell(None if at is None else moment(at))
+def _code(value: Any) -> Entry:
+    return _cell(value, code=True)
+
+
+def _when(at: float | None) -> str:
+    return "" if at is None else moment(at)
 
 
 def _incident_cell(name: str | None, anchors: Mapping[str, str]) -> Entry:
@@ -197,32 +202,20 @@ def _incident_cell(name: str | None, anchors: Mapping[str, str]) -> Entry:
 
 
 def _budgets(report: RunReport) -> Entry:
-    rows = [
-        (
-            _cell(each.name),
-            _cell(each.used, tone="warn" if each.limit and each.left == 0 else ""),
-            _cell(each.limit),
-            _cell(each.told),
-            _cell(each.setting, code=True),
-        )
-        for each in report.budgets
-    ]
+    rows = []
+    for each in report.budgets:
+        used = _cell(each.used, "warn" if each.limit and each.left == 0 else "")
+        rows.append((each.name, used, each.limit, each.told, _code(each.setting)))
     lead = "How often something may still happen before the run ends."
     return _table("budgets", "Budgets", lead, "budget | #used | #of | what is counted | setting", rows)
 
 
 def _quarantine(report: RunReport, anchors: Mapping[str, str]) -> Entry:
-    rows = [
-        (
-            _cell(row["name"]),
-            # Not its text: a page is passed on more easily than the file it would come from.
-            _cell(row["why"]),
-            _cell(row["step"]),
-            _cell((row["content_hash"] or "")[:12], code=True),
-            _incident_cell(row["incident"], anchors),
-        )
-        for row in report.quarantine
-    ]
+    rows = []
+    for row in report.quarantine:
+        # Not its text: a page is passed on more easily than the file it would come from.
+        name = _code((row["content_hash"] or "")[:12])
+        rows.append((row["name"], row["why"], row["step"], name, _incident_cell(row["incident"], anchors)))
     lead = (
         "Rows and samples that are left out of training. Their text is in quarantine.jsonl, as far as it may be kept"
     )
@@ -233,12 +226,12 @@ def _quarantine(report: RunReport, anchors: Mapping[str, str]) -> Entry:
 def _checkpoints(report: RunReport, anchors: Mapping[str, str]) -> Entry:
     rows = [
         (
-            _cell(each.path, code=True),
-            _cell(each.step),
-            _cell(each.standing, tone=_STANDINGS.get(each.standing, "calm")),
-            _cell(_remarks_on(each)),
-            _cell(None if each.bytes is None else size(each.bytes)),
-            _time_cell(each.time),
+            _code(each.path),
+            each.step,
+            _cell(each.standing, _STANDINGS.get(each.standing, "calm")),
+            _remarks_on(each),
+            "" if each.bytes is None else size(each.bytes),
+            _when(each.time),
             _incident_cell(each.incident, anchors),
         )
         for each in report.checkpoints
@@ -263,49 +256,32 @@ def _attempts(report: RunReport) -> Entry:
     rows = []
     for each in report.attempts:
         began, ended = each["began"], each["ended"]
+        lasted = "" if began is None or ended is None else short_duration(max(ended - began, 0))
+        ending = _cell(spoken(each["ending"]), _ENDINGS.get(each["ending"], "bad"))
+        steps = f"{each['first_step']} to {each['last_step']}"
         process = "" if each["pid"] is None else f"process {each['pid']}"
-        rows.append(
-            (
-                _cell(each["number"]),
-                _cell(spoken(each["ending"]), tone=_ENDINGS.get(each["ending"], "bad")),
-                _cell(f"{each['first_step']} to {each['last_step']}"),
-                _time_cell(began),
-                _cell(None if began is None or ended is None else short_duration(max(ended - began, 0))),
-                _cell(each["why"]),
-                _cell(each["resumed_from"], code=True),
-                _cell(" on ".join(part for part in (process, each["host"]) if part)),
-            )
-        )
+        where = " on ".join(part for part in (process, each["host"]) if part)
+        went_on = _code(each["resumed_from"])
+        rows.append((each["number"], ending, steps, _when(began), lasted, each["why"], went_on, where))
     columns = "#process | ending | #steps | began | #lasted | why it ended | went on from | where"
     lead, none = "What each process did, and how it ended.", "The processes of this run are not known."
     return _table("restarts", "Processes and restarts", lead, columns, rows, none)
 
 
 def _ranks(report: RunReport) -> Entry:
-    rows = [
-        (
-            _cell(rank["rank"]),
-            _cell(rank["step"]),
-            _time_cell(rank["seen"]),
-            _cell(rank["incidents"]),
-            _cell(plain(rank["error"]) if rank["error"] else "", tone="bad" if rank["error"] else ""),
-            _cell(rank["journal"], code=True),
+    rows = []
+    for rank in report.ranks:
+        error = _cell(plain(rank["error"]) if rank["error"] else "", "bad" if rank["error"] else "")
+        rows.append(
+            (rank["rank"], rank["step"], _when(rank["seen"]), rank["incidents"], error, _code(rank["journal"]))
         )
-        for rank in report.ranks
-    ]
     columns = "#rank | #step | last seen | #incidents | what ended it | journal"
     return _table("ranks", "Ranks", "What each process of the distributed job has logged.", columns, rows)
 
 
 def _other_runs(report: RunReport) -> Entry:
     rows = [
-        (
-            _cell(run["run"], code=True),
-            _time_cell(run["began"]),
-            _cell(run["step"]),
-            _cell(run["incidents"]),
-            _cell(run["state"]),
-        )
+        (_code(run["run"]), _when(run["began"]), run["step"], run["incidents"], run["state"])
         for run in report.other_runs
     ]
     columns = "run | began | #step | #incidents | state"

@@ -12,6 +12,7 @@ import errno
 import hashlib
 import importlib.metadata
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from ...journal.incident import counted
@@ -42,7 +43,7 @@ from ..records import (
 from .charts import charts_of, tables_of
 
 
-_MOST_STORIES, _MOST_NOTICES, _MOST_ROWS, _MOST_FACTS = 300, 200, 50, 40
+_MOST_STORIES, _MOST_NOTICES, _MOST_ROWS = 300, 200, 50
 # From one thing to do, to the newest incidents it is about.
 _MOST_LINKS = 5
 
@@ -73,8 +74,8 @@ _TOLD = frozenset(
         *("loss_after", "seconds_lost", "steps_lost", "steps_repeated", "trend"),
     }
 )
-# Of the first bytes of a page, by which it is known again.
-_HEAD, _GENERATOR = 4096, b'<meta name="generator" content="self-healing-trl'
+# By which a page is known again.
+_GENERATOR = b'<meta name="generator" content="self-healing-trl'
 
 
 def write_page(report: RunReport, path: str | Path) -> None:
@@ -85,16 +86,10 @@ def write_page(report: RunReport, path: str | Path) -> None:
         raise OSError(errno.EINVAL, "it is not a regular file")
     if not path.name:
         raise OSError(errno.EISDIR, "it is a directory")
-    if path.is_file() and not _is_page(path):
+    # Of this version or another.
+    if path.is_file() and not re.match(rb"(?s)<!doctype html>.{,4096}" + _GENERATOR, path.read_bytes()):
         raise FileExistsError(errno.EEXIST, "there is a file of that name that is not such a page, and it stays")
     replace_file(path, page_of(report), make_directory=False)
-
-
-def _is_page(path: Path) -> bool:
-    """Whether a file begins as the page of a run does, of this version or another."""
-    with path.open("rb") as file:
-        begins = file.read(_HEAD)
-    return begins.startswith(b"<!doctype html>") and _GENERATOR in begins
 
 
 def page_of(report: RunReport) -> str:
@@ -115,8 +110,9 @@ def page_of(report: RunReport) -> str:
     top = _top(report)
     more = len(tellings) - len(stories)
     name = Path(report.output_dir).name or report.run
-    page = _template().render(
-        policy=_policy((uplot, script), style),
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page = environment.from_string(_text("page.html")).render(
+        policy=_policy(uplot, script, style),
         title=f"{top['title']}: {name}",
         icon=_icon(top["tone"]),
         style=Markup(style),
@@ -151,22 +147,15 @@ def page_of(report: RunReport) -> str:
 
 
 @cache
-def _template() -> Template:
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(_text("page.html"))
-
-
-@cache
 def _text(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _policy(scripts: Sequence[str], style: str) -> str:
+def _policy(uplot: str, script: str, style: str) -> str:
     """Lets these scripts run and no other; nothing is loaded, sent or embedded (Content Security Policy, level 2)."""
-    allowed = " ".join(_hashed(script) for script in scripts)
     return (
-        f"default-src 'none'; script-src {allowed}; style-src {_hashed(style)}; img-src data:; base-uri 'none'; "
-        "form-action 'none'"
+        f"default-src 'none'; script-src {_hashed(uplot)} {_hashed(script)}; style-src {_hashed(style)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )
 
 
@@ -311,7 +300,7 @@ def _facts(line: Entry) -> list[tuple[str, str]]:
     details = {**line["details"], **line["details"].get("evidence", {})}
     return [
         (spoken(name), plain(value))
-        for name, value in list(details.items())[:_MOST_FACTS]
+        for name, value in details.items()
         if name not in _TOLD and value not in (None, "", [], {}) and f"{spoken(name)} " not in line["text"]
     ]
 
