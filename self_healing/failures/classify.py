@@ -11,6 +11,7 @@ import socket
 import ssl
 import tomllib
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -206,24 +207,22 @@ def classify_exception(error: BaseException) -> FailureType:
     Tells what kind of failure an exception is: by its type, then by its error number or HTTP status, and by its text
     only where a library raises nothing more specific than a `RuntimeError`.
 
-    An exception raised `from` another one that is understood counts as that one, and a group as what all of its
-    exceptions are.
+    An exception raised `from` another one that is understood counts as that one.
     """
-    return _classify(error, frozenset())
-
-
-def _classify(error: BaseException, seen: frozenset[int]) -> FailureType:
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen |= {id(current)}
-        failure = _classify_one(current)
-        if failure is None and isinstance(current, BaseExceptionGroup):
-            kinds = {_classify(each, seen) for each in current.exceptions}
-            failure = None if len(kinds) > 1 or FailureType.USER_CODE in kinds else kinds.pop()
+    for each in causes_of(error):
+        failure = _classify_one(each)
         if failure is not None:
             return failure
-        current = current.__cause__
     return FailureType.USER_CODE
+
+
+def causes_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Gives an exception and those that it was raised from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__
 
 
 def _classify_one(error: BaseException) -> FailureType | None:
@@ -325,21 +324,20 @@ def comes_from_a_collective(error: BaseException) -> bool:
 
 def could_not_be_written(error: BaseException) -> bool:
     """Whether an exception that was raised while a checkpoint was written comes from the disk, and not from code."""
-    current: BaseException | None = error
-    while current is not None:
-        if _errno_of(current) in _FORBIDDEN_ERRNOS:
-            return True
-        current = current.__cause__
-    return classify_exception(error) is FailureType.DISK
+    forbidden = any(_errno_of(each) in _FORBIDDEN_ERRNOS for each in causes_of(error))
+    return forbidden or classify_exception(error) is FailureType.DISK
 
 
-def costs_its_save(error: BaseException | None) -> bool:
+def costs_its_save(error: BaseException) -> bool:
     """Whether an exception that left the Trainer's save is an error of the system, whichever, or raised from one."""
-    if error is None or isinstance(error, recipes.Stranded):
+    if any(isinstance(each, recipes.Stranded) for each in causes_of(error)):
         return False
-    unopened = isinstance(error, RuntimeError) and any(each in text_of(error) for each in _UNOPENED_TEXTS)
-    of_the_system = isinstance(error, OSError) or _errno_of(error) is not None
-    return unopened or of_the_system or could_not_be_written(error) or costs_its_save(error.__cause__)
+    return could_not_be_written(error) or any(
+        isinstance(each, OSError)
+        or _errno_of(each) is not None
+        or (isinstance(each, RuntimeError) and any(text in text_of(each) for text in _UNOPENED_TEXTS))
+        for each in causes_of(error)
+    )
 
 
 def _classify_worker_report(text: str) -> FailureType | None:
@@ -384,31 +382,19 @@ class KnownError:
     cause: str
     fix: str
     reference: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    error: KnownError
-    pattern: re.Pattern[str] | None
-    exit_codes: frozenset[int]
+    pattern: re.Pattern[str] | None = None
+    exit_codes: frozenset[int] = frozenset()
 
 
 @functools.cache
-def _table() -> tuple[_Row, ...]:
-    text = resources.files(__package__).joinpath("known_errors.toml").read_text(encoding="utf-8")
-    return tuple(
-        _Row(
-            KnownError(name, row["cause"], row["fix"], row.get("reference")),
-            re.compile(row["pattern"], re.DOTALL) if "pattern" in row else None,
-            frozenset(row.get("exit_codes", ())),
-        )
-        for name, row in tomllib.loads(text).items()
-    )
-
-
 def known_errors() -> tuple[KnownError, ...]:
     """Returns all rows of the table, in the order they are tried."""
-    return tuple(row.error for row in _table())
+    text = resources.files(__package__).joinpath("known_errors.toml").read_text(encoding="utf-8")
+    found = []
+    for name, row in tomllib.loads(text).items():
+        pattern = re.compile(row.pop("pattern"), re.DOTALL) if "pattern" in row else None
+        found.append(KnownError(name, pattern=pattern, exit_codes=frozenset(row.pop("exit_codes", ())), **row))
+    return tuple(found)
 
 
 def match_known_error(
@@ -438,23 +424,15 @@ def match_known_error(
     ```
     """
     try:
-        return _match(error, exit_code, trained)
+        texts = _texts(error)
     except Exception:
-        # An exception whose own `__str__` raises, for one.
-        logger.debug("An error could not be looked up in the table of known errors.", exc_info=True)
-        return None
-
-
-def _match(error: BaseException | None, exit_code: int | None, trained: str) -> KnownError | None:
-    for text in _texts(error):
-        for row in _table():
+        # Its own `__str__` raises, for one.
+        texts = []
+    for text in texts:
+        for row in known_errors():
             if row.pattern is not None and row.pattern.search(text + trained):
-                return row.error
-    if exit_code is not None:
-        for row in _table():
-            if exit_code in row.exit_codes:
-                return row.error
-    return None
+                return row
+    return next((row for row in known_errors() if exit_code in row.exit_codes), None)
 
 
 def _texts(error: BaseException | None) -> list[str]:

@@ -15,7 +15,7 @@ import tenacity
 from tenacity import RetryCallState
 
 from ..config.healing_config import HealingConfig
-from .classify import attribute_of, classify_exception
+from .classify import attribute_of, causes_of, classify_exception
 from .recipes import FailureType, NonFiniteReward
 
 
@@ -200,15 +200,12 @@ def retry_after(error: BaseException | None) -> float | None:
     Returns the seconds that the server asked to wait, from the `Retry-After` of the response that an exception, or its
     cause, carries; `None` without one.
     """
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        for holder in (attribute_of(error, "response"), error):
+    for each in causes_of(error):
+        for holder in (attribute_of(each, "response"), each):
             get = attribute_of(attribute_of(holder, "headers"), "get")
             found = get("Retry-After") or get("retry-after") if callable(get) else None
             if isinstance(found, str):
                 return _seconds(found)
-        error = error.__cause__
     return None
 
 

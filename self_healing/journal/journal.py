@@ -9,27 +9,19 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..config.healing_config import HealingConfig
 from ..failures.recipes import FAILURE_RECIPES, Action, FailureType, Severity, Symptom
-from ..system.files import EVENTS_FILE, append_line, jsonable, replace_file
+from ..system.files import EVENTS_FILE, POSTMORTEM_FILE, append_line, jsonable, of_rank, replace_file
 from ..system.processes import log_safely
 from .incident import HEALED, IN_DOUBT, OF_RANK, Incident, describe, figures, headline
-from .postmortem import (
-    Directions,
-    Postmortem,
-    find_known_error,
-    postmortem_of_rank,
-    read_errors_of_other_ranks,
-    set_aside_postmortems,
-)
+from .postmortem import Directions, Postmortem, read_errors_of_other_ranks, set_aside_postmortems
 from .terminal import HEADLINE_WIDTH
 
 
@@ -84,12 +76,11 @@ class Journal:
 
     @property
     def path(self) -> Path:
-        name = EVENTS_FILE if self.rank == 0 else f"healing_events.rank{self.rank}.jsonl"
-        return self.directory / name
+        return of_rank(self.directory / EVENTS_FILE, self.rank)
 
     # ---- incidents ----
 
-    def take_up(self, incidents: Sequence[Incident], known: Iterable[str] = ()) -> None:
+    def take_up(self, incidents: Sequence[Incident]) -> None:
         """Goes on with the incidents of earlier processes."""
         of_first = [incident for incident in incidents if OF_RANK not in incident.id]
         own = [incident for incident in incidents if incident.id.endswith(self._suffix)] if self.rank > 0 else []
@@ -97,19 +88,14 @@ class Journal:
         self.incidents = [*own, *of_first]
         self.heard = [incident for incident in incidents if OF_RANK in incident.id] if self.rank == 0 else []
         # Those of other ranks as well: the journal of a rank may lie on a machine that it does not run on any more.
-        numbered = re.compile(rf"{re.escape(self.run_id)}-(\d{{3,9}})(?:{re.escape(OF_RANK)}\d+)?")
-        used = [int(match[1]) for name in known if (match := numbered.fullmatch(name)) is not None]
-        try:
-            text = self.path.read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            text = ""
-        self._numbered = max([*used, *(int(number) for number in numbered.findall(text))], default=0)
+        names = [incident.id.partition(OF_RANK)[0] for incident in incidents]
+        self._numbered = max((int(name.rpartition("-")[2]) for name in names), default=0)
 
     def open(self, step: int, symptom: str, evidence: Mapping[str, Any], severity: Severity | None = None) -> Incident:
         """Records that something was detected."""
         with self._opening:
-            number = self._numbered = max(self._numbered, len(self.incidents)) + 1
-            name = f"{self.run_id}-{number:03d}{self._suffix}"
+            self._numbered += 1
+            name = f"{self.run_id}-{self._numbered:03d}{self._suffix}"
             incident = Incident(name, step, symptom, evidence=dict(evidence), severity=severity)
             self.incidents.append(incident)
         self._tell_of(incident, "detected", symptom=symptom, evidence=incident.evidence)
@@ -163,12 +149,7 @@ class Journal:
             doubt, self.doubt = self.doubt, ""
             self.diagnosed(incident, incident.failure, incident.cause, {IN_DOUBT: doubt})
         self._report(incident)
-        self._tell_first_rank(incident)
-        self._record()
-
-    def _tell_first_rank(self, incident: Incident) -> None:
-        if self.rank > 0 and self._is_own(incident):
-            self.tell(incident.to_dict)
+        self._record(incident)
 
     def _report(self, incident: Incident) -> None:
         recipe = None if incident.failure is None else FAILURE_RECIPES[incident.failure]
@@ -236,10 +217,11 @@ class Journal:
             seconds_lost=round(incident.seconds_lost, 3),
             **evidence,
         )
-        self._tell_first_rank(incident)
-        self._record()
+        self._record(incident)
 
-    def _record(self) -> None:
+    def _record(self, incident: Incident) -> None:
+        if self.rank > 0 and self._is_own(incident):
+            self.tell(incident.to_dict)
         if self.changed is not None:
             self._contained("the record of the run", self.changed)
 
@@ -315,43 +297,17 @@ class Journal:
         """Reads the errors that ended the other ranks of this run, as far as they could be written."""
         return read_errors_of_other_ranks(self.directory, self.run_id, since)
 
-    def write_postmortem(
-        self,
-        verdict: str,
-        failure: FailureType,
-        step: int,
-        error: BaseException | None,
-        log_history: Sequence[Mapping[str, Any]],
-        checkpoint: str | None,
-        advice: str | None = None,
-        older_checkpoint: str | None = None,
-        exit_code: int | None = None,
-        other_ranks: Sequence[Mapping[str, Any]] = (),
-        ranks: Mapping[str, Any] | None = None,
-        trained: str = "",
-    ) -> str | None:
+    def write_postmortem(self, *about: Any, **more: Any) -> str | None:
         """
         Writes `postmortem.json`, and reports to the sinks that the run has ended; the arguments are those of
         [`Postmortem`].
         """
-        ending = Postmortem(
-            verdict=verdict,
-            failure=failure,
-            step=step,
-            error=error,
-            log_history=log_history,
-            checkpoint=checkpoint,
-            advice=advice,
-            older_checkpoint=older_checkpoint,
-            known=find_known_error(error, exit_code, trained),
-            other_ranks=other_ranks,
-            ranks=ranks,
-        )
-        path = postmortem_of_rank(self.directory, self.rank)
+        ending = Postmortem(*about, **more)
+        path = of_rank(self.directory / POSTMORTEM_FILE, self.rank)
         content = ending.to_dict(self.run_id, self.attempts(), self.incidents, self.path)
         self._contained(str(path), lambda: replace_file(path, json.dumps(jsonable(content), indent=2) + "\n"))
-        self.event("postmortem", step, verdict=verdict, failure=failure.value, path=str(path))
-        self.alert("self_healing: run ended", verdict, "error", step)
+        self.event("postmortem", ending.step, verdict=ending.verdict, failure=ending.failure.value, path=str(path))
+        self.alert("self_healing: run ended", ending.verdict, "error", ending.step)
         written = str(path) if str(path) not in self._broken_sinks else None
         self.directions = Directions(written, ending.resume_with)
         return written

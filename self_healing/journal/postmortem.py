@@ -6,11 +6,10 @@ import json
 import logging
 import os
 import platform
-import re
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,17 @@ import accelerate
 import torch
 import transformers
 
-from ..failures.classify import KnownError, match_known_error
+from ..failures.classify import match_known_error
 from ..failures.recipes import FAILURE_RECIPES, FailureType, text_of
 from ..system import processes
-from ..system.files import POSTMORTEM_FILE
+from ..system.files import POSTMORTEM_FILE, of_rank, rank_in
 from .incident import Incident
 
 
 logger = logging.getLogger("self_healing")
 
 SCHEMA_VERSION = 1
-_OF_RANK = re.compile(r"postmortem\.rank(\d+)\.json")
+_OF_A_KNOWN_ERROR = ("name", "cause", "fix", "reference")
 # Of what the trainer logged: the end.
 _LOGGED = 20
 
@@ -53,7 +52,7 @@ def where_to_go_on(checkpoint: str | None) -> str:
     return f"The checkpoint to resume from: {checkpoint}."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Postmortem:
     """The end of a run: what ended it, what is known about that, what to do next."""
 
@@ -65,9 +64,12 @@ class Postmortem:
     checkpoint: str | None
     advice: str | None = None
     older_checkpoint: str | None = None
-    known: KnownError | None = None
+    # Of the process.
+    exit_code: int | None = None
     other_ranks: Sequence[Mapping[str, Any]] = ()
     ranks: Mapping[str, Any] | None = None
+    # For known errors that are not for all trainers.
+    trained: str = ""
 
     @property
     def resume_with(self) -> str | None:
@@ -75,28 +77,33 @@ class Postmortem:
         resume = self.checkpoint or self.older_checkpoint
         return None if resume is None else f"trainer.train(resume_from_checkpoint={resume!r})"
 
-    @property
-    def what_to_do(self) -> str:
-        advice = self.advice or FAILURE_RECIPES[self.failure].advice
-        if self.known is not None:
-            advice += f" Known error {self.known.name}: {self.known.cause} {self.known.fix}"
-        return advice
-
     def to_dict(
         self, run_id: str, attempts: Sequence[Mapping[str, Any]], incidents: Sequence[Incident], journal: Path
     ) -> dict[str, Any]:
-        """Returns the content of the file."""
+        """Returns the content of the file; says in the log what is known of the error."""
+        recipe, known = FAILURE_RECIPES[self.failure], match_known_error(self.error, self.exit_code, self.trained)
+        what_to_do = self.advice or recipe.advice
+        if known is not None:
+            what_to_do += f" Known error {known.name}: {known.cause} {known.fix}"
+            text = "The error that ended the run is known (%s): %s What to do: %s"
+            logger.error(text, known.name, known.cause, known.fix)
         return {
             "schema": SCHEMA_VERSION,
             "time": time.time(),
             "run": run_id,
             "verdict": self.verdict,
             "failure": self.failure.value,
-            "diagnosis": FAILURE_RECIPES[self.failure].diagnosis,
-            "what_to_do": self.what_to_do,
-            "known_error": None if self.known is None else asdict(self.known),
+            "diagnosis": recipe.diagnosis,
+            "what_to_do": what_to_do,
+            "known_error": None if known is None else {key: getattr(known, key) for key in _OF_A_KNOWN_ERROR},
             "step": self.step,
-            "error": None if self.error is None else _error_entry(self.error),
+            "error": None
+            if self.error is None
+            else {
+                "type": f"{type(self.error).__module__}.{type(self.error).__qualname__}",
+                "message": text_of(self.error),
+                "traceback": traceback.format_exception(self.error),
+            },
             "other_ranks": list(self.other_ranks),
             "ranks": None if self.ranks is None else dict(self.ranks),
             "emergency_checkpoint": self.checkpoint,
@@ -116,33 +123,10 @@ class Postmortem:
         }
 
 
-def _error_entry(error: BaseException) -> dict[str, Any]:
-    return {
-        "type": f"{type(error).__module__}.{type(error).__qualname__}",
-        "message": text_of(error),
-        "traceback": traceback.format_exception(error),
-    }
-
-
-def find_known_error(error: BaseException | None, exit_code: int | None, trained: str) -> KnownError | None:
-    """Looks up the error that ends a run, or the exit code of its process, and logs what is known."""
-    known = match_known_error(error, exit_code, trained)
-    if known is not None:
-        logger.error(
-            "The error that ended the run is known (%s): %s What to do: %s", known.name, known.cause, known.fix
-        )
-    return known
-
-
-def postmortem_of_rank(directory: Path, rank: int) -> Path:
-    """Returns the path of the postmortem of one rank."""
-    return directory / (POSTMORTEM_FILE if rank == 0 else f"postmortem.rank{rank}.json")
-
-
 def set_aside_postmortems(directory: Path, rank: int, run_id: str) -> None:
     """Renames the postmortem of an earlier run, so that one that is there is always that of the last run."""
-    gone = [path for other, path in _of_other_ranks(directory) if other >= processes.world_size()]
-    for stale in [postmortem_of_rank(directory, rank), *(gone if rank == 0 else ())]:
+    gone = [path for path in _of_other_ranks(directory) if rank_in(path) >= processes.world_size()]
+    for stale in [of_rank(directory / POSTMORTEM_FILE, rank), *(gone if rank == 0 else ())]:
         if stale.exists():
             stale.rename(stale.with_name(f"{stale.stem}.before-{run_id}.json"))
 
@@ -150,17 +134,12 @@ def set_aside_postmortems(directory: Path, rank: int, run_id: str) -> None:
 def read_errors_of_other_ranks(directory: Path, run_id: str, since: int = 0) -> list[dict[str, Any]]:
     """Reads the errors that ended the other ranks of a run, as far as they could be written."""
     found: list[dict[str, Any]] = []
-    for rank, path in _of_other_ranks(directory):
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if content["run"] == run_id and content["step"] >= since and content["error"] is not None:
-                found.append({"rank": rank} | {key: content[key] for key in ("step", "failure", "error")})
-        except (OSError, ValueError, LookupError, TypeError):
-            logger.warning("%s cannot be read; how that process ended is not known.", path)
+    for path in _of_other_ranks(directory):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["run"] == run_id and content["step"] >= since and content["error"] is not None:
+            found.append({"rank": rank_in(path)} | {key: content[key] for key in ("step", "failure", "error")})
     return found
 
 
-def _of_other_ranks(directory: Path) -> list[tuple[int, Path]]:
-    """Returns the postmortems of all ranks but the first, by rank."""
-    found = ((_OF_RANK.fullmatch(path.name), path) for path in directory.glob("postmortem.rank*"))
-    return sorted((int(match[1]), path) for match, path in found if match is not None)
+def _of_other_ranks(directory: Path) -> list[Path]:
+    return sorted(directory.glob("postmortem.rank*[0-9].json"), key=rank_in)

@@ -26,7 +26,8 @@ ROWS = 1 << 14
 _EVERY, _SHARE = 1.0, 0.01
 
 _ROW = struct.Struct("<qIIId13f")
-_FLOAT32 = struct.Struct("<f")
+# Of a float32.
+_LARGEST = 3.4e38
 _NAN = math.nan
 
 
@@ -68,7 +69,7 @@ class StepLog:
         self._waiting: list[StepRow] = []
         self._rows = 0
         self._due = -math.inf
-        self._file = self._open()
+        self._continue()
 
     @property
     def due(self) -> bool:
@@ -77,70 +78,48 @@ class StepLog:
 
     def add(self, row: StepRow) -> None:
         """Takes in one step. Mostly it is only kept; about once a second all that is kept is written."""
-        if self._stride == 1:
-            self._waiting.append(row)
-        else:
-            self._merging.append(row)
-            if len(self._merging) >= self._stride:
-                self._merge()
-        if self._clock() >= self._due:
+        self._merging.append(row)
+        if len(self._merging) >= self._stride:
+            self._merge()
+        if self.due:
             self.flush()
 
     def flush(self) -> None:
         """Writes what is kept; of a long run, but for the last steps that do not fill a row yet."""
         if not self._waiting:
             return
-        if self._file < 0:
-            self._file = self._open()
         now = self._clock()
         rows, self._waiting = self._waiting, []
-        self._append(_packed(rows))
+        size = self._path.stat().st_size
+        try:
+            with self._path.open("ab") as file:
+                file.write(_packed(rows))
+        except OSError:
+            # After a part of a row, none of those that follow could be read.
+            os.truncate(self._path, size)
+            raise
         self._rows += len(rows)
         if self._rows > self._most:
             self._thin()
         self._due = now + max(_EVERY, (self._clock() - now) / _SHARE)
 
     def close(self) -> None:
-        """Writes all that is kept, and lets go of the file."""
-        try:
-            self._merge()
-            self.flush()
-        finally:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        file, self._file = self._file, -1
-        if file >= 0:
-            os.close(file)
-
-    def _append(self, content: bytes) -> None:
-        """Writes all of it, or else only whole rows: after a part of one, none of those that follow could be read."""
-        size, written = os.fstat(self._file).st_size, 0
-        try:
-            while written < len(content):
-                written += os.write(self._file, content[written:])
-        except OSError:
-            whole = written // _ROW.size
-            os.ftruncate(self._file, size + whole * _ROW.size)
-            self._rows += whole
-            raise
+        """Writes all that is kept."""
+        self._merge()
+        self.flush()
 
     def _merge(self) -> None:
         self._waiting.extend(merged(self._merging, self._stride))
         self._merging = []
 
-    def _open(self) -> int:
+    def _continue(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Not O_CREAT: the file is there with its first line, or not at all.
         with suppress(FileNotFoundError, ValueError):
             about, rows, torn = _read(self._path.read_bytes())
-            if about.get("run") == self._about.get("run"):
-                self._rows, self._stride = len(rows), int(about.get("stride", 1))
-                if torn:
-                    os.truncate(self._path, self._path.stat().st_size - torn)
-                return os.open(self._path, os.O_WRONLY | os.O_APPEND)
+            self._rows, self._stride = len(rows), int(about["stride"])
+            os.truncate(self._path, self._path.stat().st_size - torn)
+            return
         self._replace(())
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
     def _thin(self) -> None:
         """Makes room: each row has twice as many steps from here on, those that are written already as well."""
@@ -150,20 +129,12 @@ class StepLog:
             rows = list(merged(rows, self._stride))
         self._replace(rows)
         self._rows = len(rows)
-        self._let_go()
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
     def _replace(self, rows: Iterable[StepRow]) -> None:
         about = {"schema": SCHEMA_VERSION, **self._about, "stride": self._stride, "row_bytes": _ROW.size}
         temporary = self._path.with_name(f"{self._path.name}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                file.write(json.dumps(about).encode() + b"\n")
-                file.write(_packed(rows))
-            os.replace(temporary, self._path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        temporary.write_bytes(json.dumps(about).encode() + b"\n" + _packed(rows))
+        os.replace(temporary, self._path)
 
 
 def merged(rows: Iterable[StepRow], stride: int) -> Iterator[StepRow]:
@@ -186,51 +157,40 @@ def merged(rows: Iterable[StepRow], stride: int) -> Iterator[StepRow]:
 def _merge(rows: list[StepRow]) -> StepRow:
     if len(rows) == 1:
         return rows[0]
-    last = rows[-1]
-    return last._replace(
+    return rows[-1]._replace(
         step=rows[0].step,
         steps=sum(row.steps for row in rows),
         skipped=sum(row.skipped for row in rows),
-        seconds=_mean((row.seconds, row.steps) for row in rows),
-        busy=_mean((row.busy, row.steps) for row in rows),
         # What was left out has no loss.
-        loss=_mean((row.loss, row.steps) for row in rows),
-        loss_max=_largest(row.loss_max for row in rows),
-        grad_norm=_mean((row.grad_norm, row.steps) for row in rows),
-        grad_norm_max=_largest(row.grad_norm_max for row in rows),
-        memory=_largest(row.memory for row in rows),
-        memory_peak=_largest(row.memory_peak for row in rows),
-        host_memory=_largest(row.host_memory for row in rows),
+        seconds=_mean(rows, "seconds"),
+        busy=_mean(rows, "busy"),
+        loss=_mean(rows, "loss"),
+        loss_max=_largest(rows, "loss_max"),
+        grad_norm=_mean(rows, "grad_norm"),
+        grad_norm_max=_largest(rows, "grad_norm_max"),
+        memory=_largest(rows, "memory"),
+        memory_peak=_largest(rows, "memory_peak"),
+        host_memory=_largest(rows, "host_memory"),
     )
 
 
-def _mean(weighted: Iterable[tuple[float, int]]) -> float:
-    known = [(value, weight) for value, weight in weighted if math.isfinite(value)]
-    total = sum(weight for _, weight in known)
-    return sum(value * weight for value, weight in known) / total if total else _NAN
+def _mean(rows: Iterable[StepRow], column: str) -> float:
+    known = [(getattr(row, column), row.steps) for row in rows if math.isfinite(getattr(row, column))]
+    total = sum(steps for _, steps in known)
+    return sum(value * steps for value, steps in known) / total if total else _NAN
 
 
-def _largest(values: Iterable[float]) -> float:
-    return max((value for value in values if math.isfinite(value)), default=_NAN)
+def _largest(rows: Iterable[StepRow], column: str) -> float:
+    return max((getattr(row, column) for row in rows if math.isfinite(getattr(row, column))), default=_NAN)
 
 
 def _packed(rows: Iterable[StepRow]) -> bytes:
-    packed = []
-    for row in rows:
-        try:
-            packed.append(_ROW.pack(*row))
-        except OverflowError:
-            # The loss of a model in double precision may be past what a float32 holds.
-            packed.append(_ROW.pack(*row[:5], *map(_as_float32, row[5:])))
-    return b"".join(packed)
+    return b"".join(_ROW.pack(*row[:5], *map(_as_float32, row[5:])) for row in rows)
 
 
 def _as_float32(value: float) -> float:
-    try:
-        _FLOAT32.pack(value)
-    except OverflowError:
-        return math.copysign(math.inf, value)
-    return value
+    # The loss of a model in double precision may be past what a float32 holds.
+    return math.inf if abs(value) > _LARGEST else value
 
 
 def step_log_of(directory: Path, run: str) -> Path:

@@ -76,8 +76,6 @@ XET = "Data processing error: CAS service error : "
         (ssl.SSLError(1, "[SSL: UNEXPECTED_EOF] EOF occurred in violation of protocol"), FailureType.NETWORK),
         (ssl.SSLCertVerificationError(1, "self-signed certificate"), FailureType.USER_CODE),
         (subprocess.TimeoutExpired("curl", 5), FailureType.NETWORK),
-        (ExceptionGroup("x", [ConnectionError("a"), ExceptionGroup("y", [TimeoutError("b")])]), FailureType.NETWORK),
-        (ExceptionGroup("x", [ConnectionError("a"), ValueError("b")]), FailureType.USER_CODE),
         (OfflineModeIsEnabled("x"), FailureType.USER_CODE),
         (OSError(errno.ENOSPC, "x"), FailureType.DISK),
         (ValueError("connection error: out of memory"), FailureType.USER_CODE),

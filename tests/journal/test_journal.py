@@ -103,16 +103,6 @@ def test_trackio_shows_the_metrics_the_alert_and_the_report(tmp_path: Path) -> N
     assert "The run came to its end at step 6 of 6." in page.read_text()
 
 
-def test_the_last_log_and_the_report_tell_the_same_of_the_last_step(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
-    OutputFault(trainer.model, strike=lambda number: number == 11)
-    trainer.train()
-    report = HealingReport.from_run_dir(tmp_path)
-    resolved = sum(incident["outcome"] == "resolved" for incident in report.incidents)
-    assert trainer.state.log_history[-1]["healing/resolved"] == resolved == 1
-    assert len(journal(tmp_path, "outcome")) == 1
-
-
 def test_callbacks_that_listen_are_told(tmp_path: Path, tokenizer: Any) -> None:
     told: list[tuple[Incident, int]] = []
 
@@ -158,12 +148,6 @@ def test_a_failing_sink_never_fails_the_training(
     assert fault.fired
     assert trainer.state.global_step == 8
     assert "Traceback" in caplog.text
-
-
-def test_healing_dir_takes_everything(tmp_path: Path, tokenizer: Any) -> None:
-    struck(tmp_path / "run", tokenizer, HealingConfig(healing_dir=str(tmp_path / "elsewhere"))).train()
-    assert journal(tmp_path / "elsewhere", "outcome")
-    assert not (tmp_path / "run" / "healing_events.jsonl").exists()
 
 
 def test_the_report_from_disk_is_the_report_from_memory(tmp_path: Path, tokenizer: Any) -> None:
@@ -234,24 +218,6 @@ def test_a_failure_of_ours_leaves_the_plain_trainer(
     assert not {"training_step", "get_batch_samples", "log"} & set(vars(trainer))
 
 
-def test_a_failure_of_ours_while_healing_leaves_the_step_out(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    import torch
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise ZeroDivisionError("a bug of ours")
-
-    monkeypatch.setattr("self_healing.healers.numerics.diagnosis.find_poison_rows", fail)
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
-    fault = OutputFault(trainer.model, strike=lambda forward: forward in (5, 7))
-    trainer.train()
-    assert fault.fired == 2
-    assert trainer.state.global_step == 6
-    assert all(torch.isfinite(value).all() for value in weights(trainer).values())
-    assert "switched itself off" in caplog.text
-
-
 def test_a_failure_of_ours_while_recovering_leaves_the_users_exception(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -294,22 +260,3 @@ def test_a_run_that_is_only_watched_reports_a_dead_model_once(tmp_path: Path, to
     assert len(journal(tmp_path, "detected")) == 1
     # To be replayed: nothing else says later which rows it was.
     assert len(list((tmp_path / "incidents").iterdir())) == 1
-
-
-def test_a_run_that_died_is_told_alike_by_journal_report_and_listeners(tmp_path: Path, tokenizer: Any) -> None:
-    told: list[str] = []
-
-    class Listener(TrainerCallback):
-        def on_instability(self, args: Any, state: Any, control: Any, incident: Incident, **kwargs: Any) -> None:
-            told.append(incident.outcome)
-
-    config = HealingConfig(nan_patience=2, max_recovery_attempts=0)
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), Listener()])
-    OutputFault(trainer.model, strike=lambda _: trainer.state.global_step >= 2)
-    with pytest.raises(RuntimeError, match="2 steps in a row"):
-        SelfHealingTrainer(trainer).train()
-    report = HealingReport.from_run_dir(tmp_path)
-    assert [incident["outcome"] for incident in report.incidents] == ["unresolved", "fatal"]
-    assert [incident["steps_lost"] for incident in report.incidents] == [1, 1]
-    assert told == ["open", "fatal"]
-    assert report.incidents[-1]["actions"] == ["skip_step", "emergency_checkpoint", "stop"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import plain_trainer
 
-from self_healing import HealingConfig, HealingReport, SelfHealingCallback
+from self_healing import HealingConfig, SelfHealingCallback
 from self_healing.checkpoints.marker import write_marker
 from self_healing.healers.data.quarantine import BadSample, Quarantine
 from self_healing.journal.journal import Journal
@@ -37,7 +37,7 @@ def quarantined(directory: Path, step: int) -> Path:
 
 def noted(directory: Path, step: int) -> Path:
     ledger = Ledger(directory / "ledger.jsonl")
-    ledger.strike("nan@1", "nan", step, 1, {})
+    ledger.write("strike", fault="nan@1", kind="nan", step=step, count=1, detail={})
     return ledger.path
 
 
@@ -51,25 +51,6 @@ def test_a_torn_last_line_swallows_no_other(tmp_path: Path, write: Callable[[Pat
     found, unread = parse_lines(path.read_text())
     assert unread == 1
     assert len(found) == before + len(whole)
-
-
-def test_the_report_is_made_of_the_other_lines_and_mentions_the_torn_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    torn(journalled(tmp_path, 1))
-    journalled(tmp_path, 2)
-    report = HealingReport.from_run_dir(tmp_path)
-    assert [incident["outcome"] for incident in report.incidents] == ["open", "resolved"]
-    assert "1 line of the journal cannot be read" in caplog.text
-
-
-def test_samples_in_other_lines_of_the_quarantine_are_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    quarantined(tmp_path, 3)
-    torn(quarantined(tmp_path, 4))
-    quarantined(tmp_path, 5)
-    findings = Quarantine(tmp_path).watch("run", "data")
-    assert set(findings.bad) == {3, 5}
-    assert "1 line(s) cannot be read" in caplog.text
 
 
 # ---- files that were to take the place of others ----

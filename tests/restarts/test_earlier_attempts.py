@@ -13,7 +13,7 @@ from self_healing.healers.assembly import assemble
 from self_healing.healers.numerics.state import NumericsState
 from self_healing.healers.restarts.attempts import Attempts, crash_loop, gave_up, take_up
 from self_healing.healers.restarts.start import Start
-from self_healing.run.record import RECORD_FILE, Attempt, Ending, RunRecord
+from self_healing.run.record import Attempt, Ending, RunRecord
 from self_healing.run.run import Run
 
 
@@ -198,24 +198,9 @@ class TestARunThatHadEndedForGood:
 class TestIdsOfIncidents:
     """Batches and quarantined rows are found by them."""
 
-    def ids_after(self, directory: Path, **changes: Any) -> list[str]:
-        """Those in the journal, when a process that had two incidents is followed by one that has another."""
-        first = assemble(HealingConfig(), directory, run_id="run")
-        first.part(Attempts).keep(RunRecord(directory, "run"), taken_up=False)
-        first.part(Attempts).begin(None, 0)
-        for step in (3, 5):
-            first.journal.open(step, "made up", {})
-        first.part(Attempts).end(Ending.FAILED)
-        content = json.loads((directory / RECORD_FILE).read_text())
-        (directory / RECORD_FILE).write_text(json.dumps(content | changes))
-        record = RunRecord.read(directory)
-        assert record is not None
-        process(record).journal.open(7, "made up", {})
-        lines = [json.loads(line) for line in first.journal.path.read_text().splitlines()]
-        return [line["incident"] for line in lines if line["kind"] == "detected"]
-
-    def test_that_of_one_that_the_record_has_lost_is_not_used_again(self, tmp_path: Path) -> None:
-        assert self.ids_after(tmp_path, incidents=[]) == ["run-001", "run-002", "run-003"]
+    def test_that_of_one_that_no_journal_tells_of_is_not_used_again(self, tmp_path: Path) -> None:
+        record = record_of(tmp_path, attempt(1, 0, 6, Ending.FAILED), incidents=(Incident("run-009", 3, "made up"),))
+        assert process(record).journal.open(7, "made up", {}).id == "run-010"
 
 
 class TestWhatTheEarlierProcessEndedWith:

@@ -70,7 +70,7 @@ class Attempts:
         journal = self.run.journal
         if taken_up:
             incidents = [Incident.from_dict(entry) for entry in record.incidents]
-            journal.take_up(incidents, [entry["incident"] for entry in record.incidents])
+            journal.take_up(incidents)
             self.load_recovery_state()
             for incident in journal.incidents:
                 if incident.outcome == "open":
