@@ -9,7 +9,7 @@ python benchmarks/memory.py cuda
 
 `cost`: several SFT runs go on at once, in threads that take turns step by step (see `overhead.py`), so that whatever
 else the machine is doing falls on all of them alike. One lap has the healthy run with `on_oom="raise"` (twice, which
-tells how much is chance), with `on_oom="heal"`, and with `optimizer_step_backup=True`. The other has steps of the same
+tells how much is chance), with `on_oom="heal"`, and with `on_oom="backup"`. The other has steps of the same
 rows: whole, split, and made of smaller batches by hand.
 
 `throughput`: SFT, DPO and GRPO after healing, beside the same steps with the largest batch that fits and more
@@ -286,7 +286,7 @@ def cost(options: argparse.Namespace) -> dict[str, Any]:
         "raise": Run(HealingConfig(on_oom="raise"), rows),
         "raise again": Run(HealingConfig(on_oom="raise"), rows),
         "heal": Run(HealingConfig(), rows),
-        "backup": Run(HealingConfig(optimizer_step_backup=True), rows),
+        "backup": Run(HealingConfig(on_oom="backup"), rows),
     }
     divided = {"whole": Run(HealingConfig(), rows)}
     for pieces in (2, 4):
@@ -352,7 +352,7 @@ def show_cost(result: dict[str, Any]) -> Table:
     row('on_oom="raise", against itself', healthy["raise_over_raise"])
     row('on_oom="heal" over "raise"', healthy["heal_over_raise"])
     copied = healthy["backup_bytes_per_step"] / 1e6
-    row(f"with optimizer_step_backup ({copied:.1f} MB a step)", healthy["backup_over_heal"])
+    row(f"with on_oom=backup ({copied:.1f} MB a step)", healthy["backup_over_heal"])
     for pieces in ("2", "4"):
         each = result["split"][pieces]
         row(f"split in {pieces}, over the whole batch", each["over_whole"])

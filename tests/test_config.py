@@ -106,10 +106,6 @@ class TestParsers:
         with pytest.raises(ConfigurationError, match="`nan_patience` is 0"):
             parse("--nan_patience", "0")
 
-    def test_yaml_sets_values(self, parse_yaml):
-        config = parse_yaml("nan_patience: 5\nsnapshots: false\napi_retry_max_delay: 600\n")
-        assert changes(config) == {"nan_patience": 5, "snapshots": False, "api_retry_max_delay": 600.0}
-
     def test_yaml_may_write_off_without_quotes(self, parse_yaml):
         config = parse_yaml("on_hang: off\nlauncher_restarts: yes\n")
         assert changes(config) == {"on_hang": "off", "launcher_restarts": "yes"}
@@ -154,13 +150,6 @@ class TestFields:
         text = HealingConfig.__dataclass_fields__[name].metadata["help"]
         assert text.endswith(".")
         assert "%" not in text
-
-    @pytest.mark.parametrize("name", NAMES)
-    def test_the_docstring_tells_every_default(self, name):
-        default = getattr(HealingConfig(), name)
-        shown = f'"{default}"' if isinstance(default, str) else default
-        described = "*optional*)" if default is None else f"*optional*, defaults to `{shown}`)"
-        assert re.search(rf"^ +{name} \(`\w+`, {re.escape(described)}:$", HealingConfig.__doc__, flags=re.MULTILINE)
 
 
 class TestValidation:
@@ -260,10 +249,6 @@ class TestPresets:
     def test_an_override_wins_over_the_preset(self, preset):
         assert preset(nan_patience=4) == dataclasses.replace(preset(), nan_patience=4)
 
-    def test_a_preset_that_does_not_exist_is_refused(self):
-        with pytest.raises(ConfigurationError, match=r"`healing_preset` is 'bold' .*'aggressive', 'conservative'"):
-            HealingConfig(healing_preset="bold")
-
     def test_a_misspelled_keyword_names_the_closest_setting(self):
         for make in (HealingConfig, functools.partial(dataclasses.replace, HealingConfig())):
             with pytest.raises(
@@ -288,10 +273,6 @@ class TestDict:
     def test_an_unknown_section_names_the_closest_one(self):
         with pytest.raises(ConfigurationError, match=r"\[recover\] is not a section. Did you mean \[recovery\]"):
             HealingConfig.from_dict({"recover": {"max_recovery_attempts": 9}})
-
-    def test_a_section_that_is_no_mapping_is_refused(self):
-        with pytest.raises(ConfigurationError, match="`recovery` is a section, but is set to 9"):
-            HealingConfig.from_dict({"recovery": 9})
 
     def test_the_wrong_section_names_the_right_one(self):
         with pytest.raises(ConfigurationError, match=r"`nan_patience` is in \[journal\].*belongs in \[nonfinite\]"):
@@ -340,14 +321,6 @@ class TestToml:
         assert HealingConfig.from_toml(path) == config
         assert path.read_text(encoding="utf-8") == text
 
-    def test_every_setting_is_listed(self):
-        listed = re.findall(r"^(?:# )?(\w+) (?:=|is not set)", HealingConfig().to_toml(), flags=re.MULTILINE)
-        assert sorted(listed) == sorted(NAMES)
-
-    def test_a_byte_order_mark_is_ignored(self, tmp_path):
-        path = write(tmp_path / "bom.toml", "\ufeffnan_patience = 5\n")
-        assert changes(HealingConfig.from_toml(path)) == {"nan_patience": 5}
-
     @pytest.mark.parametrize(
         "line", ["nan_patience =", "nan_patience = ", "snapshots = True", 'healing_dir = "x', "[nonfinite]"]
     )
@@ -368,7 +341,7 @@ class TestToml:
             HealingConfig.from_toml(path)
 
     def test_a_missing_file_is_an_error(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"There is no file .*missing\.toml to read the settings from"):
+        with pytest.raises(FileNotFoundError, match=r"The settings in .*missing\.toml cannot be read: No such file"):
             HealingConfig.from_toml(tmp_path / "missing.toml")
 
 
@@ -376,10 +349,8 @@ class TestGiven:
     @pytest.mark.parametrize(
         ("given", "said"),
         [
-            ("aggressive", "Did you mean HealingConfig.aggressive()?"),
+            ("aggressive", "Did you mean HealingConfig(healing_preset='aggressive')?"),
             (Path("healing.toml"), "did you mean HealingConfig.from_toml('healing.toml')?"),
-            (HealingConfig, "Did you mean HealingConfig()?"),
-            (HealingConfig.aggressive, "Did you mean HealingConfig.aggressive()?"),
             (np.zeros(2), "must be a HealingConfig or a dict of settings. Please leave it out"),
         ],
     )
@@ -392,10 +363,6 @@ class TestGiven:
     def test_a_missing_file_of_rules_names_the_setting(self, tmp_path):
         with pytest.raises(ConfigurationError, match=r"`rules_file` is '.*nope\.toml', which cannot be read: No such"):
             SelfHealingCallback({"rules_file": tmp_path / "nope.toml"})
-
-    def test_a_checkpoint_that_is_no_path_is_refused(self, tmp_path, tokenizer):
-        with pytest.raises(TypeError, match="resume_from_checkpoint is 3, but must be the path of a checkpoint"):
-            SelfHealingTrainer(sft_trainer(tmp_path, tokenizer)).train(resume_from_checkpoint=3)
 
     def test_a_model_in_the_place_of_a_trainer_is_named_by_its_class_alone(self):
         with pytest.raises(TypeError, match=r"wraps an existing trainer, but got a Linear\. Please build it first"):

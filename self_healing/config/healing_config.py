@@ -14,7 +14,6 @@ from .schema import (
     ConfigurationError,
     LeftOut,
     Setting,
-    arguments,
     as_toml,
     raise_if_any,
     read_toml,
@@ -79,7 +78,6 @@ def starts_from_preset(config: type[Config]) -> type[Config]:
     for each in fields(config):
         if any(each.name in preset for preset in PRESETS.values()):
             each.default = LeftOut(each.default)
-    config.__doc__ = str(config.__doc__).replace("    Raises:", f"{arguments(schema_of(config))}\n\n    Raises:", 1)
     return config
 
 
@@ -100,6 +98,7 @@ class HealingConfig:
     The values are checked when the object is made and cannot be changed afterwards: make another one with
     `dataclasses.replace`. Next to a TRL config, [`~transformers.HfArgumentParser`] and [`~trl.TrlParser`] read the
     settings from the command line and from YAML; [`HealingConfig.from_toml`] reads them from a file of their own.
+    What each setting means is in its `help`, and in docs/configuration.md.
 
     Raises:
         `ConfigurationError`: if a name is unknown, or a value has the wrong type or is out of range. All of them are
@@ -199,22 +198,18 @@ class HealingConfig:
         "long as the optimizer's second moments remember if that is longer, at most a tenth of the run.",
     )
 
-    on_oom: Annotated[Literal["heal", "raise"], Setting("memory")] = setting(
+    on_oom: Annotated[Literal["heal", "backup", "raise"], Setting("memory")] = setting(
         "heal",
         "What to do when memory runs out: `heal` frees memory, tries again, and then runs the model over fewer rows "
-        "at a time with the same result; `raise` raises the error.",
+        "at a time with the same result; `backup` does the same and copies weights and optimizer state to host memory "
+        "before every `optimizer.step()`, so that one that runs out of memory half-way can be undone bit for bit; "
+        "`raise` raises the error.",
     )
     oom_reduce_batch: Annotated[bool, Setting("memory")] = setting(
         True,
         "Allow `SelfHealingTrainer`, as a last resort, to divide `per_device_train_batch_size` and multiply "
         "`gradient_accumulation_steps` by the same factor, and to continue from an emergency checkpoint.",
     )
-    optimizer_step_backup: Annotated[bool, Setting("memory")] = setting(
-        False,
-        "Copy weights and optimizer state to host memory before every `optimizer.step()`, so that a step that runs "
-        "out of memory half-way can be undone bit for bit. Costs one such copy per step.",
-    )
-
     on_bad_sample: Annotated[Literal["quarantine", "raise"], Setting("data")] = setting(
         "quarantine",
         "What to do about a sample that raises twice while it is loaded or collated, or that is empty: `quarantine` "
@@ -246,13 +241,11 @@ class HealingConfig:
         "error is raised. All attempts together take 15 minutes at most, or three times `api_retry_max_delay` if "
         "that is longer.",
     )
-    on_save_failure: Annotated[Literal["continue", "raise"], Setting("recovery")] = setting(
+    on_save_failure: Annotated[Literal["continue", "make_room", "raise"], Setting("recovery")] = setting(
         "continue",
         "What to do when the disk refuses a checkpoint: `continue` removes the partial checkpoint, raises an alert, "
-        "trains on and tries again at the next save; `raise` raises the error.",
-    )
-    make_room_for_checkpoints: Annotated[bool, Setting("recovery")] = setting(
-        False, "Allow the oldest unverified checkpoint to be removed when the disk is full."
+        "trains on and tries again at the next save; `make_room` does the same, and removes the oldest unverified "
+        "checkpoint first if the disk is full; `raise` raises the error.",
     )
     keep_verified_checkpoints: Annotated[int, Setting("recovery", at_least=0)] = setting(
         2,
@@ -406,15 +399,10 @@ class HealingConfig:
                 ConfigurationError,
                 ": strings need quotes, true and false are lower case, and a section or a setting may stand only once",
             )
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"There is no file {path} to read the settings from (working directory: {Path.cwd()}). Please check "
-                "the path; `self-healing config > healing.toml` writes such a file."
-            ) from error
         except OSError as error:
             raise type(error)(
-                f"The settings in {path} cannot be read: {error.strerror}. Please name a readable TOML file; "
-                "`self-healing config > healing.toml` writes one."
+                f"The settings in {path} cannot be read: {error.strerror}. Please name a readable TOML file (working "
+                f"directory: {Path.cwd()}); `self-healing config > healing.toml` writes one."
             ) from error
         try:
             return cls.from_dict(config)
@@ -433,19 +421,13 @@ def as_config(given: HealingConfig | Mapping[str, Any] | None) -> HealingConfig:
         return given
     if isinstance(given, Mapping):
         return HealingConfig.from_dict(dict(given))
+    if isinstance(given, str) and given in PRESETS:
+        meant = f"Did you mean HealingConfig(healing_preset={given!r})?"
+    elif isinstance(given, str | os.PathLike):
+        meant = f"If it is a file, did you mean HealingConfig.from_toml({str(given)!r})?"
+    else:
+        meant = "Please leave it out for the defaults."
     raise ConfigurationError(
         f"The config is {reprlib.repr(given)} ({type(given).__name__}), but must be a HealingConfig or a dict of "
-        f"settings. {_meant(given)}"
+        f"settings. {meant}"
     )
-
-
-def _meant(given: Any) -> str:
-    if given is HealingConfig:
-        return "Did you mean HealingConfig()?"
-    if getattr(given, "__self__", None) is HealingConfig:
-        return f"Did you mean HealingConfig.{given.__name__}()?"
-    if isinstance(given, str) and given in ("aggressive", "conservative"):
-        return f"Did you mean HealingConfig.{given}()?"
-    if isinstance(given, str | os.PathLike):
-        return f"If it is a file, did you mean HealingConfig.from_toml({str(given)!r})?"
-    return "Please leave it out for the defaults."

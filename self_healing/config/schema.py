@@ -8,7 +8,6 @@ import numbers
 import os
 import reprlib
 import sys
-import textwrap
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -44,14 +43,11 @@ class Declared:
             return next((choice for choice in get_args(self.kind) if choice in words), value)
         if isinstance(value, bool | int | float | str):
             return value
-        try:
-            if self.kind is int and isinstance(value, numbers.Integral):
-                return int(value)
-            if self.kind is float and isinstance(value, numbers.Real):
-                return float(value)
-        except OverflowError:
-            return value
-        return os.fspath(value) if self.kind not in (bool, int, float) and isinstance(value, os.PathLike) else value
+        if self.kind is int and isinstance(value, numbers.Integral):
+            return int(value)
+        if self.kind is float and isinstance(value, numbers.Real):
+            return float(value)
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     def unmet(self, value: Any) -> str | None:
         """Returns what `value` would have to be, or `None` if it is that."""
@@ -68,7 +64,7 @@ class Declared:
             met = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
             met, allowed = met and self.setting.allows(value), f"a finite number, {self.setting}"
         else:
-            met = value is None or (isinstance(value, str) and _names_a_path(value))
+            met = value is None or (isinstance(value, str) and bool(value.strip()))
             allowed = "a path, as a non-empty string"
         return None if met else allowed
 
@@ -88,31 +84,9 @@ def schema_of(config: type[Any]) -> Schema:
     return schema
 
 
-def arguments(schema: Schema) -> str:
-    """Writes the settings as the `Args` of a docstring."""
-    lines = ["    Args:"]
-    for section, title in SECTIONS.items():
-        lines.append(f"        > Section `{section}`: {title[0].lower()}{title[1:]}\n")
-        for name in names_in(schema, section):
-            declared = schema[name]
-            kind = declared.kind.__name__ if declared.kind in (bool, int, float) else "str"
-            shown = f'"{declared.default}"' if isinstance(declared.default, str) else declared.default
-            default = "" if declared.default is None else f", defaults to `{shown}`"
-            bounds = f" {str(declared.setting).capitalize()}." if str(declared.setting) else ""
-            lines.append(f"        {name} (`{kind}`, *optional*{default}):")
-            lines.append(textwrap.indent(textwrap.fill(declared.meaning + bounds, 107), " " * 12))
-        lines[-1] += "\n"
-    return "\n".join(lines).rstrip()
-
-
 def names_in(schema: Schema, section: str) -> list[str]:
     """Lists the settings of a section."""
     return [name for name, declared in schema.items() if declared.setting.section == section]
-
-
-def _names_a_path(text: str) -> bool:
-    # A lone surrogate (from a file name that is not UTF-8) can be written neither to TOML nor to the journal.
-    return bool(text.strip()) and "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 # ---- setting: the annotation of a setting: the section it stands in, and the numbers it takes ----

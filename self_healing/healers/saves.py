@@ -30,7 +30,7 @@ class SaveHealer(Healer):
         self._not_rotated = False
 
     def attach(self, first: bool) -> None:
-        if self._run.config.on_save_failure == "continue":
+        if self._run.config.on_save_failure != "raise":
             instrument = self._run.instrument
             instrument.saves.writer = CheckpointSaving(instrument.trainer, self, instrument.failsafe.contained)
 
@@ -57,7 +57,7 @@ class SaveHealer(Healer):
             )
         if full is not None and self._kept_ones_give_way(incident):
             return True
-        if full is not None and self._run.config.make_room_for_checkpoints and self._made_room_at != step:
+        if full is not None and self._run.config.on_save_failure == "make_room" and self._made_room_at != step:
             self._made_room_at = step
             if self._make_room(incident, checkpoint, best):
                 return True

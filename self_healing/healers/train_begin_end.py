@@ -412,9 +412,9 @@ _HEALED = (
     ("NaN/Inf", "on_nonfinite", ("heal", "skip"), "steps"),
     ("spikes", "on_spike", ("heal",), "steps"),
     ("divergence", "on_divergence", ("heal",), "steps"),
-    ("out of memory", "on_oom", ("heal",), "steps"),
+    ("out of memory", "on_oom", ("heal", "backup"), "steps"),
     ("bad samples", "on_bad_sample", ("quarantine",), "inside"),
-    ("failed saves", "on_save_failure", ("continue",), "inside"),
+    ("failed saves", "on_save_failure", ("continue", "make_room"), "inside"),
     ("hangs", "on_hang", ("recover",), "wrapper"),
     ("exceptions", "max_recovery_attempts", range(1, sys.maxsize), "wrapper"),
 )

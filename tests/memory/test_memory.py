@@ -510,7 +510,7 @@ class TestOptimizerStep:
     def test_later_it_is_undone_from_the_copy_bitwise(self, tmp_path: Path, tokenizer: Any) -> None:
         plain = self.build(tmp_path / "plain", tokenizer, times=0)
         plain.train()
-        config = HealingConfig(optimizer_step_backup=True, snapshots=False)
+        config = HealingConfig(on_oom="backup", snapshots=False)
         healed = self.build(tmp_path / "healed", tokenizer, config, fails_at=10)
         healed.train()
         assert_same_weights(weights(healed), weights(plain))

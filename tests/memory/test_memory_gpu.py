@@ -359,7 +359,7 @@ class TestTransient:
         device.limit(limit)
         parameters = sum(4 * each.numel() for each in tiny_model(tokenizer, **MODEL).parameters())
         hog = Hog("on_pre_optimizer_step", 3, device, 0.3 * parameters, limit)
-        callbacks = [SelfHealingCallback(HealingConfig(optimizer_step_backup=True, snapshots=False)), hog]
+        callbacks = [SelfHealingCallback(HealingConfig(on_oom="backup", snapshots=False)), hog]
         healed = train(build("sft", tmp_path / "healed", tokenizer, callbacks, optim="adamw_torch"), device)
         assert hog.struck
         assert healed.memory.failures == 1

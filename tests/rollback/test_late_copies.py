@@ -54,7 +54,7 @@ def test_snapshots_taken_while_training_hold_what_was_there(late: None, tmp_path
 
 def test_an_update_that_failed_half_way_is_undone(late: None, tmp_path: Path, tokenizer: Any) -> None:
     def trained(directory: str, times: int) -> dict[str, torch.Tensor]:
-        healing = SelfHealingCallback(HealingConfig(optimizer_step_backup=True, snapshot_interval=1))
+        healing = SelfHealingCallback(HealingConfig(on_oom="backup", snapshot_interval=1))
         trainer = sft_trainer(tmp_path / directory, tokenizer, callbacks=[healing], max_steps=7)
         trainer.optimizer = HalfWay(trainer.model.parameters(), lr=1e-3, fails_at=4, times=times)
         trainer.train()

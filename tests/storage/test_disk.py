@@ -502,7 +502,7 @@ def test_with_make_room_an_unverified_checkpoint_goes_and_the_save_is_made_again
                 raise full()
             super()._save_optimizer_and_scheduler(output_dir)
 
-    config = HealingConfig(make_room_for_checkpoints=True, snapshot_verify_steps=100)
+    config = HealingConfig(on_save_failure="make_room", snapshot_verify_steps=100)
     trainer = plain_trainer(tmp_path, tokenizer, trainer_class=Full, max_steps=8, **SAVING)
     SelfHealingTrainer(trainer, config).train()
     # The first waits to be verified and is linked to last-known-good/: its removal would free nothing.

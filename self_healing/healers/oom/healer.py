@@ -87,7 +87,7 @@ class MemoryHealer(Healer):
             instrument.activation_checkpointing.switch_on()
         if self._has_limits():
             self._watch()
-        if self.config.optimizer_step_backup:
+        if self.config.on_oom == "backup":
             self._backup = SnapshotRing(generations=1)
 
     def _has_limits(self) -> bool:
@@ -135,7 +135,7 @@ class MemoryHealer(Healer):
     @property
     def heals_memory(self) -> bool:
         """Whether anything is done at all."""
-        return self.config.on_oom == "heal"
+        return self.config.on_oom != "raise"
 
     @property
     def passes(self) -> Microbatches | None:
@@ -430,7 +430,7 @@ class MemoryHealer(Healer):
 
     def _take_in_sizes(self, rank: int, content: Mapping[str, Any]) -> None:
         """Splits alike from here on what did not fit on another rank: this one would only wait for it."""
-        if self.config.on_oom == "heal" and self._state.take_over(content, own=False):
+        if self.config.on_oom != "raise" and self._state.take_over(content, own=False):
             self._watch()
             self._state.write()
 
@@ -516,7 +516,7 @@ class MemoryOutsideOfModel:
 
     def claim(self, error: BaseException, incident: Incident) -> Claim | None:
         """Claims an exception that no healer does; `None` if it is none of memory, or they are not to be healed."""
-        if classify_exception(error) is not FailureType.OUT_OF_MEMORY or self._config.on_oom != "heal":
+        if classify_exception(error) is not FailureType.OUT_OF_MEMORY or self._config.on_oom == "raise":
             return None
         step = int(self._trainer.state.global_step)
         last, self._ran_out_at = self._ran_out_at, step
