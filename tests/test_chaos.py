@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 import torch
 from conftest import (
     TEXTS,
-    TRAINERS,
     assert_same_weights,
     common_arguments,
     grpo_trainer,
@@ -126,36 +124,26 @@ def test_a_fault_that_makes_no_sense_is_refused(text: str, said: str) -> None:
 def test_between_random_steps_there_is_room_to_recover() -> None:
     seed = 0
     before = random.getstate()
-    steps = strike_steps(parse_faults("all"), 400, seed, min_gap=20)
+    steps = strike_steps(parse_faults("all"), 400, seed)
     assert random.getstate() == before
-    assert steps == strike_steps(parse_faults("all"), 400, seed, min_gap=20)
-    assert steps != strike_steps(parse_faults("all"), 400, seed + 1, min_gap=20)
+    assert steps == strike_steps(parse_faults("all"), 400, seed)
+    assert steps != strike_steps(parse_faults("all"), 400, seed + 1)
     steps = sorted(steps)
-    assert steps[0] >= 20
+    assert steps[0] >= 12
     assert steps[-1] < 400
-    assert min(later - earlier for earlier, later in pairwise(steps)) >= 19
+    assert min(later - earlier for earlier, later in pairwise(steps)) >= 11
 
 
 def test_a_run_that_is_too_short_for_them_is_refused() -> None:
-    with pytest.raises(FaultError, match="15 faults at random do not fit into 60 steps with min_gap=10"):
-        strike_steps(parse_faults("all"), 60, seed=0, min_gap=10)
+    with pytest.raises(FaultError, match="15 faults at random do not fit into 10 steps"):
+        strike_steps(parse_faults("all"), 10, seed=0)
 
 
-@pytest.mark.parametrize("name", ["Trainer", "GRPOTrainer"])
-def test_a_fault_strikes_once_at_its_step(name: str, tmp_path: Path, tokenizer: Any) -> None:
-    trainer, rows = rehearsed(tmp_path, tokenizer, "nan_loss@1,inf_gradient@2", TRAINERS[name], max_steps=4)
+def test_a_fault_strikes_once_at_its_step(tmp_path: Path, tokenizer: Any) -> None:
+    trainer, rows = rehearsed(tmp_path, tokenizer, "nan_loss@1,inf_gradient@2", plain_trainer, max_steps=4)
     assert trainer.state.global_step == 4
     assert strikes(tmp_path) == [("nan_loss", 1), ("inf_gradient", 2)]
     assert all(row.effect and row.incident for row in rows), "the loss has seen it"
-
-
-def test_one_that_always_strikes_is_not(tmp_path: Path, tokenizer: Any) -> None:
-    config = HealingConfig(nan_patience=10, max_skipped_fraction=1.0)
-    rehearsed(tmp_path, tokenizer, "nan_loss*always@3", config=config)
-    # Written down the first time, and every step from there on is lost.
-    assert strikes(tmp_path) == [("nan_loss", 3)]
-    lost = [event["step"] for event in journal(tmp_path / "run", "detected")]
-    assert lost == [3, 4, 5]
 
 
 def test_what_has_struck_does_not_strike_again_in_a_restarted_process(tmp_path: Path, tokenizer: Any) -> None:
@@ -183,32 +171,20 @@ def test_a_strike_is_on_record_before_it_kills(tmp_path: Path, tokenizer: Any) -
 # ---- several ranks ----
 
 
-def ranks_under(directory: Path, faults: str, ranks: int, seed: int = 0, **kwargs: Any) -> list[Schedule]:
+def ranks_under(directory: Path, faults: str, ranks: int, seed: int = 0) -> list[Schedule]:
     """What each rank of a job knows, when it has begun."""
     known = []
     for rank in range(ranks):
-        schedule = Schedule(parse_faults(faults), seed, Ledger(directory / "chaos.jsonl"), None, **kwargs)
+        schedule = Schedule(parse_faults(faults), seed, Ledger(directory / "chaos.jsonl"))
         schedule.draw(400, rank, ranks)
         schedule.read_ledger()
         known.append(schedule)
     return known
 
 
-def test_all_ranks_draw_the_same_ranks_and_other_seeds_draw_others(tmp_path: Path) -> None:
-    drawn = [each.ranks for each in ranks_under(tmp_path, "all", 4)]
-    assert drawn == drawn[:1] * 4
-    assert set(drawn[0]) == {0, 1, 2, 3}
-    assert ranks_under(tmp_path, "all", 4, seed=1)[0].ranks != drawn[0]
-
-
-@pytest.mark.parametrize(("ranks", "struck"), [([1, 3], {1, 3}), ("any", {0, 1, 2, 3})])
-def test_the_ranks_to_draw_from_can_be_named(ranks: Any, struck: set[int]) -> None:
-    assert set(strike_ranks(parse_faults("all"), 4, seed=0, among=ranks)) == struck
-
-
 def test_a_rank_that_the_job_does_not_have_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(FaultError, match="cannot strike rank 4: this job has 4"):
-        strike_ranks(parse_faults("oom:rank=4"), 4, seed=0, among="any")
+        strike_ranks(parse_faults("oom:rank=4"), 4, seed=0)
     with pytest.raises(FaultError, match="cannot strike rank 1: this job has 1"):
         unprotected(tmp_path, tokenizer, "oom@1:rank=1")
 
@@ -248,18 +224,6 @@ def test_faults_that_never_strike_change_nothing(tmp_path: Path, tokenizer: Any)
     assert strikes(tmp_path) == []
     assert_same_weights(weights(trainer), weights(untouched))
     assert logged(trainer) == logged(untouched)
-
-
-def test_a_mistake_in_a_fault_does_not_end_the_run(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def mistaken(*args: Any) -> Any:
-        raise ZeroDivisionError("a mistake of ours")
-
-    monkeypatch.setattr("self_healing.tools.chaos.injectors.changed", mistaken)
-    trainer = unprotected(tmp_path, tokenizer, "nan_loss@1")
-    assert trainer.state.global_step == 6
-    assert "a fault failed to strike at step 1" in caplog.text
 
 
 # ---- what they do ----
@@ -306,15 +270,6 @@ def test_a_bad_sample_raises_whenever_it_is_loaded(tmp_path: Path, tokenizer: An
     assert len(strikes(tmp_path)) == 1
 
 
-def test_a_stream_takes_no_faults_and_says_so(
-    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    stream = Dataset.from_dict({"text": TEXTS}).to_iterable_dataset()
-    trainer = unprotected(tmp_path, tokenizer, "bad_sample:index=20", dataset=stream)
-    assert trainer.state.global_step == 6
-    assert "a IterableDataset takes no faults" in caplog.text
-
-
 def test_a_full_disk_leaves_half_a_checkpoint(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(OSError, match="No space left on device"):
         unprotected(tmp_path, tokenizer, "disk_full@1", save_strategy="steps", save_steps=2)
@@ -344,13 +299,6 @@ def test_a_torn_checkpoint_is_cut_off_after_it_was_written(tmp_path: Path, token
     whole = (tmp_path / "2.safetensors").stat().st_size
     assert copies[2].stat().st_size == whole // 2, "and the link elsewhere is whole"
     assert copies[4].stat().st_size == whole
-
-
-def test_a_slow_step_takes_longer_and_does_nothing_else(tmp_path: Path, tokenizer: Any) -> None:
-    began = time.monotonic()
-    _, rows = rehearsed(tmp_path, tokenizer, "slow_step@2:seconds=0.5:where=data")
-    assert time.monotonic() - began > 0.5
-    assert [(row.incident, row.outcome, row.survived) for row in rows] == [(None, "within its timeout", True)]
 
 
 # ---- what is survived ----
@@ -392,7 +340,7 @@ def events_of(directory: Path, failure: FailureType, outcome: str | None = "reso
 )
 def test_each_fault_is_matched_with_its_incident(kind: str, failure: FailureType, tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "chaos.jsonl")
-    ledger.strike(f"{kind}@4", kind, 4, 1, {})
+    ledger.write("strike", fault=f"{kind}@4", kind=kind, step=4, count=1, detail={})
     (row,) = survived(ledger, tmp_path / "run")
     assert (row.incident, row.outcome, row.survived) == (None, "no incident", False)
     events_of(tmp_path / "run", FailureType.USER_CODE)
@@ -400,17 +348,6 @@ def test_each_fault_is_matched_with_its_incident(kind: str, failure: FailureType
     (row,) = survived(ledger, tmp_path / "run")
     assert row.incident == f"run-{failure}-001"
     assert (row.outcome, row.survived) == ("resolved", True)
-
-
-def test_a_torn_checkpoint_counts_only_if_it_had_to_be_read(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "chaos.jsonl")
-    torn = str(tmp_path / "run" / "checkpoint-4")
-    ledger.strike("torn_checkpoint@4", "torn_checkpoint", 4, 1, {"checkpoint": torn})
-    (row,) = survived(ledger, tmp_path / "run")
-    assert (row.outcome, row.survived) == ("was not needed", True)
-    Journal(tmp_path / "run", HealingConfig(), "run").event("checkpoint_passed_over", 4, path=torn, reason="torn")
-    (row,) = survived(ledger, tmp_path / "run")
-    assert (row.outcome, row.survived) == ("passed over", True)
 
 
 def test_one_that_never_struck_is_told_of(tmp_path: Path, tokenizer: Any) -> None:
@@ -471,16 +408,6 @@ def test_a_script_is_rehearsed_without_being_touched(tmp_path: Path) -> None:
     assert "Every fault was survived." in done.stdout
     (ledger,) = tmp_path.glob("chaos-*.jsonl")
     assert [strike.kind for strike in Ledger(ledger).strikes()] == ["nan_loss", "oom"]
-
-
-@pytest.mark.slow
-def test_a_script_that_is_not_protected_does_not_survive(tmp_path: Path) -> None:
-    path = script(tmp_path)
-    path.write_text(path.read_text().replace("SelfHealingTrainer(trainer, sleep=lambda _: None)", "trainer"))
-    path.write_text(path.read_text().replace('resume_from_checkpoint="auto"', ""))
-    done = command(str(path), "--faults", "oom@2", "--", "run", "6", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "Not every fault was survived." in done.stdout
 
 
 @pytest.mark.slow

@@ -19,9 +19,7 @@ from rich.console import Console
 
 from self_healing import HealingConfig
 from self_healing.tools.chaos.rehearsal import Survival
-from self_healing.tools.demo import episode
-from self_healing.tools.demo.episode import Task, make_task
-from self_healing.tools.demo.model import BROKEN_CHARACTER, DemoSize, stdlib_docstrings, unigram_loss
+from self_healing.tools.demo.model import DemoSize, stdlib_docstrings
 from self_healing.tools.demo.show import DemoResult, RehearsalResult, run_demo, run_rehearsal
 
 
@@ -31,8 +29,10 @@ Show = Callable[..., tuple[DemoResult, str]]
 
 
 @pytest.fixture
-def show(tmp_path: Path) -> Show:
+def show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Show:
     """Runs a small demo and returns its result and what it printed."""
+    few = stdlib_docstrings(most=400)
+    monkeypatch.setattr("self_healing.tools.demo.episode.stdlib_docstrings", lambda: few)
 
     def show(**kwargs: Any) -> tuple[DemoResult, str]:
         terminal = io.StringIO()
@@ -69,31 +69,12 @@ def test_three_faults_are_healed_and_shown(show: Show, tmp_path: Path, capfd: py
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"on_nonfinite": "skip"}, "2 steps lost"),
-        ({"on_nonfinite": "skip"}, "the weights differ from the fault-free twin's from step 4 on, and should be"),
-        ({"on_nonfinite": "warn"}, "the held-out loss, nan, is more than 2 % off the twin's"),
-        ({"max_recovery_attempts": 0}, "the run ended with UnrecoverableTrainingError at step 9"),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
-)
-def test_what_was_not_healed_is_not_shown_as_healed(show: Show, settings: dict[str, Any], problem: str) -> None:
-    result, text = show(config=HealingConfig(api_retry_base_delay=0.0, **settings))
-    assert any(problem in found for found in result.problems), result.problems
+def test_what_was_not_healed_is_not_shown_as_healed(show: Show) -> None:
+    result, text = show(config=HealingConfig(api_retry_base_delay=0.0, on_nonfinite="skip"))
+    for problem in ("2 steps lost", "the weights differ from the fault-free twin's from step 4 on, and should be"):
+        assert any(problem in found for found in result.problems), result.problems
     assert "Not as it should be:" in text
     assert "Every fault was found" not in text
-
-
-def test_a_fault_that_never_struck_is_not_shown_as_healed(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(size: DemoSize, seed: int) -> Task:
-        task = make_task(size, seed)
-        return replace(task, faults=(replace(task.faults[0], at=size.steps), *task.faults[1:]))
-
-    monkeypatch.setattr(episode, "make_task", late)
-    result, _ = show()
-    assert "nan_loss@12 never struck" in result.problems
 
 
 def test_without_healing_the_run_is_poisoned_and_killed(show: Show, tmp_path: Path) -> None:
@@ -105,19 +86,6 @@ def test_without_healing_the_run_is_poisoned_and_killed(show: Show, tmp_path: Pa
     # The Trainer's log hides the NaN: logging_nan_inf_filter is on by default.
     assert "loss 0.0000, gradient norm nan" in text
     assert not list(tmp_path.iterdir())
-
-
-def test_the_text_is_clean_and_long_enough() -> None:
-    texts, size = stdlib_docstrings(), DemoSize()
-    assert len(texts) == len(set(texts)) >= size.steps * size.rows * 2 + size.held_out
-    assert not any(BROKEN_CHARACTER in text for text in texts)
-    assert stdlib_docstrings(most=30) == texts[:30]
-
-
-def test_too_few_docstrings_are_a_clear_error(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episode, "stdlib_docstrings", lambda: ["Only this one."])
-    with pytest.raises(RuntimeError, match="needs 64 docstrings and found 1 in"):
-        show()
 
 
 def test_the_terminal_does_not_wait_for_torch() -> None:
@@ -150,10 +118,6 @@ SURVIVED = Survival("oom@20", 20, True, "f1-001", "resolved", True)
 )
 def test_what_was_not_survived_is_said(result: RehearsalResult, problems: list[str]) -> None:
     assert result.problems == problems
-
-
-def test_token_frequencies_alone_give_their_entropy() -> None:
-    assert unigram_loss([0] * 9999 + [1] * 9999, [0, 1], vocabulary=2) == pytest.approx(math.log(2))
 
 
 @pytest.mark.slow

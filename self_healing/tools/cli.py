@@ -8,10 +8,10 @@ What a command needs is imported when it runs, so that one that needs little doe
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +44,11 @@ def main(
     """Keeps Hugging Face Trainer and TRL runs alive and correct."""
 
 
+def _failed(message: object, code: int = 2) -> typer.Exit:
+    typer.echo(str(message), err=True)
+    return typer.Exit(code)
+
+
 class Preset(StrEnum):
     """The presets of [`HealingConfig`]."""
 
@@ -52,6 +57,8 @@ class Preset(StrEnum):
     CONSERVATIVE = "conservative"
 
 
+_RunDir = Annotated[Path, typer.Argument(help="The output_dir (or healing_dir) of a run.", show_default=False)]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 # Of `report`, by the state of the run; 2 is a directory without a journal.
 _EXIT_CODES = {"stopped": 1, "left": 1, "died": 1, "running": 3, "unknown": 4}
 
@@ -77,23 +84,20 @@ def demo(
     """See a small language model meet faults, with the plain trainer and healed: two minutes, offline."""
     missing = [name for name in ("trl", "datasets") if importlib.util.find_spec(name) is None]
     if missing:
-        typer.echo(
+        raise _failed(
             f"The demo trains with TRL, and {' and '.join(missing)} cannot be imported here. "
             "Please install it: pip install 'self-healing-trl[trl]', or in a clone: pip install -e '.[trl]'",
-            err=True,
+            1,
         )
-        raise typer.Exit(1)
 
     from .demo.show import fresh_run_dir, run_demo, run_rehearsal
 
     directory = fresh_run_dir() if output_dir is None else output_dir
     if directory.is_dir() and any(directory.iterdir()):
-        typer.echo(
+        raise _failed(
             f"There is something in {directory} already, and the demo begins in a directory of its own. "
             "Please name another one with --output-dir, or leave it out.",
-            err=True,
         )
-        raise typer.Exit(2)
     problems = run_demo(directory, healing=healing, seed=seed).problems
     if healing and chaos:
         problems = problems + run_rehearsal(directory / "chaos", seed=seed).problems
@@ -105,7 +109,7 @@ def demo(
 
 @app.command()
 def report(
-    run_dir: Annotated[Path, typer.Argument(help="The output_dir (or healing_dir) of a run.", show_default=False)],
+    run_dir: _RunDir,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON (docs/report.md).")] = False,
     briefing: Annotated[
         bool, typer.Option("--agent", help="Print at most 60 lines of Markdown for whoever decides what to do next.")
@@ -127,8 +131,7 @@ def report(
     Exit code 0: it ended; 1: it stopped, left or died before its end; 3: it goes on; 4: not known; 2: no report.
     """
     if as_json and briefing:
-        typer.echo("--json and --agent each print all there is to print. Please choose one of them.", err=True)
-        raise typer.Exit(2)
+        raise _failed("--json and --agent each print all there is to print. Please choose one of them.")
 
     from ..report.healing_report import HealingReport
     from ..report.journals import read_journals
@@ -139,21 +142,17 @@ def report(
         # What cannot be read is among the remarks of the other.
         summary = HealingReport.of_journals(read_journals(run_dir), run and found.run)
     except (OSError, ValueError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+        raise _failed(error) from None
     if html is not None:
         from ..report.page.rendering import write_page
 
         try:
             write_page(found, html)
         except OSError as error:
-            typer.echo(f"{html} cannot be written: {error.strerror}. Please name a file that can be.", err=True)
-            raise typer.Exit(2) from None
+            raise _failed(f"{html} cannot be written: {error.strerror}. Please name a file that can be.") from None
         typer.echo(f"Written: {html}", err=as_json or briefing)
     try:
         if as_json:
-            import json
-
             typer.echo(json.dumps(found.to_dict()))
         elif briefing:
             from ..report.output import briefing_of
@@ -182,8 +181,7 @@ def check(
 ) -> None:
     """Look at every checkpoint of a run: which of them can be resumed from, and why the others cannot."""
     if not run_dir.is_dir():
-        typer.echo(f"There is no directory {run_dir}. Please name the output_dir of a run, or a checkpoint.", err=True)
-        raise typer.Exit(2)
+        raise _failed(f"There is no directory {run_dir}. Please name the output_dir of a run, or a checkpoint.")
 
     from rich.console import Console
     from rich.table import Table
@@ -235,25 +233,23 @@ def clean(
 
     directory, using = directory_of(run_dir), processes_using(run_dir)
     if using:
-        typer.echo(
+        raise _failed(
             f"{directory} is in use by process {', '.join(map(str, using))}. Please end the run first; it frees the "
             "memory itself if it ends well.",
-            err=True,
+            1,
         )
-        raise typer.Exit(1)
     if not directory.exists():
         typer.echo(f"Runs of {run_dir} have left nothing in {directory.parent}.")
         return
     freed = remove_states(run_dir)
     if directory.exists():
-        typer.echo(f"{directory} could not be removed: please look at whose it is.", err=True)
-        raise typer.Exit(1)
+        raise _failed(f"{directory} could not be removed: please look at whose it is.", 1)
     typer.echo(f"Freed {freed / 1e6:,.0f} MB: {directory}")
 
 
 @app.command()
 def replay(
-    run_dir: Annotated[Path, typer.Argument(help="The output_dir (or healing_dir) of a run.", show_default=False)],
+    run_dir: _RunDir,
     incident: Annotated[
         str | None,
         typer.Argument(help="Its id or its step. Left out, the newest whose batch was kept.", show_default=False),
@@ -272,15 +268,13 @@ def replay(
         ),
     ] = None,
     show: Annotated[bool, typer.Option("--list", help="List the incidents whose batch was kept.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: _AsJson = False,
 ) -> None:
     """
     Compute the step of an incident again: in which module and row the first NaN or Inf appears, or that none does.
 
     Exit code 0: it did not come back; 1: it comes back; 2: it could not be replayed.
     """
-    import json
-    import os
     import traceback
     import warnings
 
@@ -304,11 +298,9 @@ def replay(
             return
         found = replayed(run_dir, incident, checkpoint=checkpoint, model=model)
     except ReplayError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+        raise _failed(error) from None
     except Exception as error:
-        typer.echo(f"{traceback.format_exc()}\nThe step could not be computed: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise _failed(f"{traceback.format_exc()}\nThe step could not be computed: {error}") from None
     typer.echo(json.dumps(jsonable(found.to_dict()), indent=2) if as_json else str(found))
     raise typer.Exit(1 if found.came_back else 0)
 
@@ -318,7 +310,7 @@ def doctor(
     directory: Annotated[
         Path, typer.Argument(help="The output_dir of a run, or where its script lies.", show_default="here")
     ] = Path("."),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: _AsJson = False,
 ) -> None:
     """
     Look at this machine before a run: versions, device, launcher, memory and disk, and what will be healed here.
@@ -334,12 +326,10 @@ def doctor(
 
     # A run makes its output_dir, but neither a disk nor a mount that is not there.
     if not os.path.exists(directory) and not os.path.exists(directory.parent):
-        typer.echo(
+        raise _failed(
             f"{directory} does not exist, and neither does {directory.parent}. Please check the path, or "
             "make the directory first if a run is to write there.",
-            err=True,
         )
-        raise typer.Exit(2)
 
     job = None
     if is_in_job():
@@ -351,7 +341,6 @@ def doctor(
     found = check_up(directory, job=job)
     if as_json:
         import dataclasses
-        import json
 
         typer.echo(json.dumps({"works": found.works, **dataclasses.asdict(found)}, indent=2))
     else:
@@ -381,9 +370,6 @@ def chaos(
         Path | None,
         typer.Option(help="Where to write what has struck. Left out, a new chaos-....jsonl here.", show_default=False),
     ] = None,
-    min_gap: Annotated[
-        int | None, typer.Option(help="Fewest steps between two faults at random.", min=1, show_default=False)
-    ] = None,
 ) -> None:
     """Run a training script while faults strike, and show what it survived."""
     import time
@@ -395,21 +381,17 @@ def chaos(
     from .chaos.rehearsal import rehearse, survival_table
 
     if not script.is_file():
-        typer.echo(f"There is no script {script}. Please name a Python file that trains.", err=True)
-        raise typer.Exit(2)
+        raise _failed(f"There is no script {script}. Please name a Python file that trains.")
     book = Path(time.strftime("chaos-%Y%m%d-%H%M%S.jsonl")) if ledger is None else ledger
     if book.exists() and book.stat().st_size > 0:
-        typer.echo(
+        raise _failed(
             f"{book} holds an earlier rehearsal, and what has struck there would not strike again. "
             "Please name another file with --ledger, or remove it.",
-            err=True,
         )
-        raise typer.Exit(2)
     try:
-        code, rows = rehearse(script, faults, arguments or (), seed, restarts, book, min_gap, nproc_per_node)
+        code, rows = rehearse(script, faults, arguments or (), seed, restarts, book, nproc_per_node)
     except FaultError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+        raise _failed(error) from None
     console = Console(highlight=False)
     if rows:
         console.print(survival_table(rows))
@@ -451,7 +433,6 @@ def run(
     Nothing in the program changes, and its exit code is this command's. Codes 2, 126 and 127: nothing was started.
     """
     import logging
-    import os
 
     from ..config.healing_config import HealingConfig
     from ..config.schema import ConfigurationError
@@ -461,12 +442,10 @@ def run(
     from .anywhere.program import ProgramError, become, find_program, python_of, refuse_what_would_not_be_healed
 
     if preset is not None and settings is not None:
-        typer.echo(
+        raise _failed(
             f"[self_healing] --preset {preset} and --config {settings} both give all settings. Please choose one of "
             "them: in a file, `healing_preset` under [preset] gives those that are left out.",
-            err=True,
         )
-        raise typer.Exit(2)
     try:
         chosen: HealingConfig | None = None
         if settings is not None:
@@ -493,11 +472,9 @@ def run(
             )
         become(program, command, env)
     except ProgramError as error:
-        typer.echo(f"[self_healing] {error}", err=True)
-        raise typer.Exit(error.code) from None
+        raise _failed(f"[self_healing] {error}", error.code) from None
     except (ConfigurationError, RuleError, OSError) as error:
-        typer.echo(f"[self_healing] {error}", err=True)
-        raise typer.Exit(2) from None
+        raise _failed(f"[self_healing] {error}") from None
 
 
 @app.command()
@@ -507,12 +484,7 @@ def config(
     """Print a configuration as TOML, to be edited and read with HealingConfig.from_toml."""
     from ..config.healing_config import HealingConfig
 
-    makers: dict[Preset, Callable[[], HealingConfig]] = {
-        Preset.DEFAULT: HealingConfig,
-        Preset.AGGRESSIVE: HealingConfig.aggressive,
-        Preset.CONSERVATIVE: HealingConfig.conservative,
-    }
-    typer.echo(makers[preset]().to_toml(), nl=False)
+    typer.echo(HealingConfig(healing_preset=preset.value).to_toml(), nl=False)
 
 
 @app.command("rules")
@@ -531,16 +503,13 @@ def show_rules(
     from ..healers.numerics.detectors.rules import OBJECTIVES, RuleError, load_rules, rules_for, rules_to_toml
 
     if objective is not None and objective not in OBJECTIVES:
-        typer.echo(f"There is no objective {objective!r}. Please choose one of: {', '.join(OBJECTIVES)}.", err=True)
-        raise typer.Exit(2)
+        raise _failed(f"There is no objective {objective!r}. Please choose one of: {', '.join(OBJECTIVES)}.")
     try:
         table = load_rules(own)
     except OSError as error:
-        typer.echo(f"{own} cannot be read: {error.strerror}. Please check the path.", err=True)
-        raise typer.Exit(2) from None
+        raise _failed(f"{own} cannot be read: {error.strerror}. Please check the path.") from None
     except RuleError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+        raise _failed(error) from None
     if toml:
         # Also those that are switched off: left out, they would be on again when the file is read.
         chosen = [rule for rule in table if objective is None or objective in rule.objectives]
@@ -552,21 +521,18 @@ def show_rules(
     from rich.text import Text
 
     console = Console(highlight=False)
-    wide = console.width >= 120
     picture = Table(show_lines=True, expand=True)
-    picture.add_column("rule, metric", ratio=5, overflow="fold")
-    picture.add_column("healthy", ratio=3, overflow="fold")
-    picture.add_column("red flag", ratio=4, overflow="fold")
-    if wide:
-        picture.add_column("remedy", ratio=7, overflow="fold")
+    for title, share in (("rule, metric", 5), ("healthy", 3), ("red flag", 4), ("remedy", 7)):
+        picture.add_column(title, ratio=share, overflow="fold")
     picture.add_column("then", width=8)
     for rule in rules_for(table, objective) if objective is not None else [rule for rule in table if rule.enabled]:
         name = Text.assemble((rule.name, "bold"), f"\n{rule.metric}")
         if objective is None:
             name.append(f"\n{', '.join(rule.objectives)}", "dim")
         lasting = f"{rule.steps} steps, {rule.observations} logs" if rule.steps > 1 else f"{rule.observations} logs"
-        cells = [name, Text(rule.healthy), Text(f"{rule.describe()}; for {lasting}"), Text(rule.remedy)]
-        picture.add_row(*cells[: 4 if wide else 3], Text(f"{rule.severity}\n{rule.action}"))
+        red_flag = Text(f"{rule.describe()}; for {lasting}")
+        then = Text(f"{rule.severity}\n{rule.action}")
+        picture.add_row(name, Text(rule.healthy), red_flag, Text(rule.remedy), then)
     console.print(picture)
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Trainer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Trainer
 
 
 class ReplayError(ValueError):
@@ -30,6 +30,13 @@ class WeightsChoice:
     tensors: Mapping[str, Any]
 
 
+# What to write instead of the command.
+IN_PYTHON = (
+    "Please replay it with the trainer of your script, built and not yet trained:\n"
+    "  import self_healing\n"
+    "  trainer = ...  # as in your script\n"
+    '  print(self_healing.replay("RUN_DIR", "INCIDENT", trainer=trainer))'
+)
 # Where a class named in a file may come from.
 _LIBRARIES = ("transformers", "trl", "peft")
 # Of the arguments: what belongs to the machine, the data, the optimizer or the output, and not to loss and gradient.
@@ -44,19 +51,9 @@ _NOT_OF_THE_LOSS = frozenset(
         *("model_init_kwargs", "ref_model_init_kwargs", "chat_template_path", "eos_token", "pad_token", "packing"),
         *("eval_packing", "padding_free", "completion_only_loss", "assistant_only_loss", "dataset_kwargs"),
         *("dataset_num_proc", "dataset_text_field", "use_vllm", "vllm_mode", "use_transformers_paged", "cast_lm_head"),
-        *(
-            "generation_batch_size",
-            "reward_weights",
-            "log_completions",
-            "precompute_ref_log_probs",
-            "use_transformers_continuous_batching",
-        ),
-        *(
-            "dataloader_num_workers",
-            "dataloader_prefetch_factor",
-            "dataloader_persistent_workers",
-            "length_column_name",
-        ),
+        *("generation_batch_size", "reward_weights", "log_completions", "precompute_ref_log_probs"),
+        *("use_transformers_continuous_batching", "length_column_name", "dataloader_num_workers"),
+        *("dataloader_prefetch_factor", "dataloader_persistent_workers"),
     }
 )
 # A row of what each trainer is made for: it is never computed, but a trainer is not built without.
@@ -85,7 +82,7 @@ def build_model(blueprint: Mapping[str, Any], weights: WeightsChoice, model: str
         raise ReplayError(
             f"The model is a {written['class'][1]} of {written['class'][0]}, which cannot be built from a "
             "configuration. Please name a function that builds it, --model MODULE:FUNCTION, in the directory of its "
-            f"module. Or: {in_python()}"
+            f"module. Or: {IN_PYTHON}"
         )
     options = _options(written)
     adapters = written["adapters"]
@@ -156,7 +153,7 @@ def build_trainer(blueprint: Mapping[str, Any], model: Any, scratch: str, notes:
     names = [name for _, name in blueprint["classes"]]
     if blueprint["own_loss"]:
         raise ReplayError(
-            f"The loss was computed by code of your own ({names[0]}), which is stored in no file. {in_python()}"
+            f"The loss was computed by code of your own ({names[0]}), which is stored in no file. {IN_PYTHON}"
         )
     cls, known = next(
         (found, name) for module, name in blueprint["classes"] if (found := _library_class([module, name])) is not None
@@ -168,7 +165,7 @@ def build_trainer(blueprint: Mapping[str, Any], model: Any, scratch: str, notes:
         return Trainer(model=model, args=args)
     rows = _ROWS.get(known)
     if rows is None:
-        raise ReplayError(f"How a {known} is built again is not known. {in_python()}")
+        raise ReplayError(f"How a {known} is built again is not known. {IN_PYTHON}")
     from datasets import Dataset
 
     given: dict[str, Any] = {
@@ -180,40 +177,13 @@ def build_trainer(blueprint: Mapping[str, Any], model: Any, scratch: str, notes:
         given["reward_funcs"] = _no_reward
     reference = blueprint.get("reference")
     if known in _WITH_REFERENCE and reference is not None:
-        given["ref_model"] = _reference(reference, blueprint, model, notes)
-    with _without_bars():
-        trainer = cls(model=model, **given)
+        source = _found(reference["name_or_path"], blueprint)
+        given["ref_model"] = _from_pretrained(_library_class(reference["class"]), source, _options(reference))
+    trainer = cls(model=model, **given)
     if reference is not None and trainer.ref_model is not None:
         # One that was given in train mode has dropout, and draws random numbers.
         trainer.ref_model.train(reference["training"])
     return trainer
-
-
-def _reference(written: Mapping[str, Any], blueprint: Mapping[str, Any], model: Any, notes: list[str]) -> Any:
-    """Loads the reference model from where it came from."""
-    source, cls = _found(written["name_or_path"], blueprint), _library_class(written["class"])
-    try:
-        if source and cls is not None:
-            return cls.from_pretrained(source, **_options(written))
-        why = "where it came from is not known"
-    except Exception as error:
-        why = f"{source}: {type(error).__name__}"
-    notes.append(f"the reference model could not be loaded ({why}): a copy of the model itself takes its place")
-    return copy.deepcopy(model)
-
-
-@contextlib.contextmanager
-def _without_bars() -> Iterator[None]:
-    """Without the progress bars of preparing a data set of one row."""
-    from datasets.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
-
-    shown = is_progress_bar_enabled()
-    disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            enable_progress_bar()
 
 
 def _no_reward(completions: list[Any], **_: Any) -> list[float]:
@@ -221,18 +191,14 @@ def _no_reward(completions: list[Any], **_: Any) -> list[float]:
 
 
 def _arguments(cls: type, blueprint: Mapping[str, Any], scratch: str, notes: list[str]) -> Any:
-    args_class = _library_class(blueprint["arguments_class"])
-    if args_class is None:
-        # A dataclass of the user's own that adds to one of a library.
-        args_class = _library_class(
-            ["transformers", "TrainingArguments"] if cls is Trainer else ["trl", _config_of(cls)]
-        )
-    assert args_class is not None
+    own = (
+        ["transformers", "TrainingArguments"] if cls is Trainer else ["trl", cls.__name__.replace("Trainer", "Config")]
+    )
+    # A dataclass of the user's own adds to one of a library.
+    args_class = _library_class(blueprint["arguments_class"]) or _library_class(own)
     written = blueprint["arguments"]
-    known = {each.name for each in dataclasses.fields(args_class) if each.init}
-    taken = {
-        name: value for name, value in written.items() if name in known - _NOT_OF_THE_LOSS and not _is_hidden(value)
-    }
+    known = {each.name for each in dataclasses.fields(args_class) if each.init} - _NOT_OF_THE_LOSS
+    taken = {name: value for name, value in written.items() if name in known and not _is_hidden(value)}
     on_cpu = not torch.accelerator.is_available()
     for name in ("torch_compile", "use_liger_kernel"):
         if written.get(name):
@@ -249,31 +215,16 @@ def _arguments(cls: type, blueprint: Mapping[str, Any], scratch: str, notes: lis
     return args_class(**taken, **plain, optim="sgd")
 
 
-def _config_of(cls: type) -> str:
-    return cls.__name__.replace("Trainer", "Config")
-
-
 def _is_hidden(value: Any) -> bool:
     """Whether it is the name of a token, in the place of one (`TrainingArguments.to_dict`)."""
     return isinstance(value, str) and value.startswith("<") and value.endswith("_TOKEN>")
 
 
-def _tokenizer(model: Any) -> Any:
-    """The tokenizer of a model, or one that has its special tokens: no text is tokenized that anything is made of."""
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
-    place = base.config._name_or_path
-    if place:
-        try:
-            return AutoTokenizer.from_pretrained(place)
-        except Exception:
-            pass
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    config = base.config.get_text_config()
-    end = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
-    end = 0 if end is None else int(end)
-    pad = end if config.pad_token_id is None else int(config.pad_token_id)
+def _tokenizer(model: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer with the special tokens of a model: no text is tokenized that anything is made of."""
+    config = (model.get_base_model() if hasattr(model, "peft_config") else model).config.get_text_config()
+    end = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id or 0
+    pad = end if config.pad_token_id is None else config.pad_token_id
     words = {"<pad>": pad, "<eos>": end} if pad != end else {"<eos>": end}
     backend = Tokenizer(WordLevel(words, unk_token="<eos>"))
     return PreTrainedTokenizerFast(
@@ -309,7 +260,7 @@ def call_function(name: str) -> Any:
     module, _, function = name.partition(":")
     sys.path.insert(0, "")
     try:
-        build: Callable[[], Any] | None = getattr(importlib.import_module(module.removesuffix(".py")), function, None)
+        build = getattr(importlib.import_module(module.removesuffix(".py")), function, None)
     except ImportError as error:
         raise ReplayError(
             f"--model {name}: the module cannot be imported ({error}). Run this in its directory."
@@ -322,13 +273,3 @@ def call_function(name: str) -> Any:
     if not isinstance(model, torch.nn.Module):
         raise ReplayError(f"--model {name}: it returned {type(model).__name__}, and not a torch.nn.Module.")
     return model
-
-
-def in_python() -> str:
-    """What to write instead of the command."""
-    return (
-        "Please replay it with the trainer of your script, built and not yet trained:\n"
-        "  import self_healing\n"
-        "  trainer = ...  # as in your script\n"
-        '  print(self_healing.replay("RUN_DIR", "INCIDENT", trainer=trainer))'
-    )

@@ -116,13 +116,6 @@ def test_a_run_resumes_from_where_it_is_told(tmp_path: Path, tokenizer: Any, run
     assert first == [4, 5]
 
 
-def test_a_call_that_python_refuses_is_refused_at_once(tmp_path: Path, tokenizer: Any, run: Any) -> None:
-    run()
-    with pytest.raises(TypeError, match=r"Trainer\.train\(\) .*argument"):
-        sft_trainer(tmp_path / "run", tokenizer, max_steps=1).train(resume=True)
-    assert journal(tmp_path / "run") == []
-
-
 def test_a_trial_of_a_hyperparameter_search_is_left_as_it_is(
     tmp_path: Path, tokenizer: Any, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,29 +176,6 @@ def test_a_callback_of_the_program_keeps_its_settings(
     assert fault.fired == 1
     assert callback.config == AT_ONCE
     assert ("Its settings are in force" in caplog.text) == (given is not None)
-
-
-def test_a_trainer_that_trains_within_another_one_is_healed_by_itself(
-    tmp_path: Path, tokenizer: Any, run: Any
-) -> None:
-    run(AT_ONCE)
-    inner = sft_trainer(tmp_path / "inner", tokenizer, max_steps=2)
-
-    class Nested(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 1:
-                inner.train()
-
-    outer = sft_trainer(tmp_path / "outer", tokenizer, max_steps=3, callbacks=[Nested()])
-    faults = [
-        RaisingForward(inner.model, lambda forward: forward == 3, lost_connection),
-        OutputFault(outer.model, lambda forward: forward == 5),
-    ]
-    assert outer.train().global_step == 3
-    assert inner.state.global_step == 2
-    assert [fault.fired for fault in faults] == [1, 1]
-    for name in ("inner", "outer"):
-        assert outcomes(tmp_path / name) == ["resolved"]
 
 
 # ---- failures of ours, and mistakes ----

@@ -37,12 +37,6 @@ def test_the_environment_differs_by_our_variables_alone() -> None:
     assert changed == {"PYTHONPATH", hook.VARIABLE, hook.UNTOUCHED}
 
 
-def test_the_search_path_of_modules_is_the_programs_own() -> None:
-    show = "import sys; print(sys.path)"
-    given = {**os.environ, "PYTHONPATH": "/somewhere"}
-    assert python(show, environment(None, given)).stdout == python(show, given).stdout
-
-
 def test_a_process_that_trains_nothing_imports_nothing_of_ours() -> None:
     show = "import sys; print([name for name in sys.modules if name.partition('.')[0] in ('self_healing', 'torch')])"
     assert python(show, environment()).stdout == "[]\n"
@@ -136,25 +130,7 @@ def test_one_whose_child_trains_is_not(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_nothing_is_said_where_the_environment_asks_for_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SELF_HEALING_VERBOSITY", "Critical")
-    hook._say("Nothing is healed.")
-    assert capsys.readouterr().err == ""
-    monkeypatch.setenv("SELF_HEALING_VERBOSITY", "error")
-    hook._say("Nothing is healed.")
-    assert capsys.readouterr().err == "[self_healing] Nothing is healed.\n"
-
-
 # ---- the settings ----
-
-
-def test_settings_reach_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = HealingConfig.aggressive(nan_patience=4)
-    monkeypatch.setenv(hook.VARIABLE, environment(config)[hook.VARIABLE])
-    monkeypatch.setenv("SELF_HEALING_PRESET", "conservative")
-    assert settings_of_the_process() == config
 
 
 def test_without_any_the_preset_of_the_process_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

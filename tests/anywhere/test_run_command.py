@@ -51,11 +51,6 @@ def test_the_program_gets_its_arguments_as_they_are(started: dict[str, Any]) -> 
     assert os.path.basename(started["file"]) == "ls"
 
 
-def test_the_two_dashes_may_be_left_out(started: dict[str, Any]) -> None:
-    assert run("ls", "--config", "sft.yaml").exit_code == 0
-    assert started["command"] == ["ls", "--config", "sft.yaml"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "environment", "expected", "told"),
     [
@@ -79,21 +74,6 @@ def test_the_settings_are_handed_on(
     )
 
 
-def test_the_line_is_left_out_where_the_environment_asks_for_less(started: dict[str, Any]) -> None:
-    result = run("--", "ls", SELF_HEALING_VERBOSITY="ERROR")
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert started
-
-
-def test_a_recipe_wins_over_the_preset_of_the_environment(started: dict[str, Any], tmp_path: Path) -> None:
-    recipe = tmp_path / "my recipe.toml"
-    recipe.write_text('[preset]\nhealing_preset = "aggressive"\n[nonfinite]\nnan_patience = 5\n')
-    result = run("--config", str(recipe), "--", "ls", SELF_HEALING_PRESET="conservative")
-    given = HealingConfig.from_dict(json.loads(started["environment"][hook.VARIABLE]))
-    assert given == HealingConfig.aggressive(nan_patience=5)
-    assert f"(given: the settings of {recipe})" in result.stderr
-
-
 def test_rules_that_a_recipe_names_are_found_from_wherever_the_script_looks(
     started: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +91,7 @@ def test_rules_that_a_recipe_names_are_found_from_wherever_the_script_looks(
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        (None, "There is no file recipe.toml"),
+        (None, "The settings in recipe.toml cannot be read: No such file"),
         ("[nonfinite]\nnan_patiance = 2\n", "Did you mean `nan_patience`"),
         ("nan_patience = \n", "is not valid TOML"),
         ('rules_file = "nowhere.toml"\n', "`rules_file` is 'nowhere.toml', which cannot be read"),
@@ -201,17 +181,11 @@ def test_a_python_without_the_package_is_refused(started: dict[str, Any], monkey
     assert f"{sys.executable} -m pip install self-healing-trl" in result.stderr
 
 
-def test_a_python_that_hears_us_is_started(started: dict[str, Any]) -> None:
-    assert run("--", sys.executable, "-u", "-X", "dev", "train.py").exit_code == 0
-    assert started["command"] == [sys.executable, "-u", "-X", "dev", "train.py"]
-
-
 @pytest.mark.parametrize(
     ("head", "expected"),
     [
         ("#!/opt/venv/bin/python3.12\nimport trl", ["/opt/venv/bin/python3.12"]),
         ("#!/usr/bin/env -S VAR=1 no-such-dir/python3 -E\n", ["no-such-dir/python3", "-E"]),
-        ("#!/bin/sh\n'''exec' \"/a b/bin/python\" -I \"$0\" \"$@\"\n' '''\n", ["/a b/bin/python", "-I"]),
         ("#!/bin/bash\npython train.py\n", None),
     ],
 )

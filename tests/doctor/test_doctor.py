@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from self_healing.tools.cli import app
 from self_healing.tools.doctor import Setting, coverage_of, judge
-from self_healing.tools.doctor_machine import Disk, Machine, look_at_disk, look_at_machine
+from self_healing.tools.doctor_machine import Disk, Machine, look_at_disk
 
 
 GIB = 1 << 30
@@ -83,21 +83,6 @@ def test_what_a_launcher_heals_is_not_healed_without_one(environment: dict[str, 
 
 
 # ---- what is looked at ----
-
-
-def test_this_machine_is_looked_at_without_a_failure() -> None:
-    found = look_at_machine()
-    assert found.error is None
-    assert found.libraries["torch"]
-    assert found.memory_free
-
-
-def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    found = look_at_disk(tmp_path / "a" / "b")
-    assert not found.exists
-    assert found.why_not_writable is None
-    assert found.free
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_script_stands_for_its_directory_and_the_largest_checkpoint_counts(tmp_path: Path) -> None:

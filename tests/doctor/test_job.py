@@ -50,13 +50,6 @@ def test_ranks_that_are_well_are_written_as_json(tmp_path: Path) -> None:
     assert (job["wrong"], job["missing"], job["error"]) == ({}, [], None)
 
 
-@pytest.mark.slow
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
-    (code, printed, _), _ = doctor(tmp_path, "missing")
-    assert code == 1
-    assert "problem: Rank 1 of 2 did not come" in printed
-
-
 def test_one_process_alone_is_no_job() -> None:
     meeting = {"RANK": "0", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
     assert is_in_job({**meeting, "WORLD_SIZE": "2", "LOCAL_RANK": "0"})

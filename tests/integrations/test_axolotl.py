@@ -107,14 +107,6 @@ def test_settings_are_read_from_the_yaml_file(
     assert config_of(trainer) == HealingConfig.aggressive(api_retry_attempts=3)
 
 
-def test_without_any_the_preset_of_the_environment_is_taken(
-    tmp_path: Path, tokenizer: Any, manager: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SELF_HEALING_PRESET", "conservative")
-    trainer = train(tmp_path / "run", tokenizer, manager, {"self_healing": None})
-    assert config_of(trainer) == HealingConfig.conservative()
-
-
 def test_a_trainer_that_heals_itself_gets_no_second_callback(tmp_path: Path, tokenizer: Any, manager: Any) -> None:
     trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=1, callbacks=[SelfHealingCallback()])
     assert manager.add_callbacks_post_trainer({}, trainer) == []

@@ -33,9 +33,9 @@ from self_healing import (
     SelfHealingCallback,
 )
 from self_healing.healers.numerics import healer
+from self_healing.journal.journal import Journal
 from self_healing.tools.cli import app
 from self_healing.tools.replay import find_incident, kept_incidents
-from self_healing.tools.replay_model import WeightsChoice, build_model
 
 
 POISONED = (5, 17, 40)
@@ -64,7 +64,7 @@ class FinishedRun:
     losses: list[float]
 
     def incident(self, cause: str) -> str:
-        return next(each.id for each in kept_incidents(self.directory) if each.entry["cause"] == cause)
+        return next(each.id for each in kept_incidents(self.directory) if each.incident.cause == cause)
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +95,10 @@ def run(*arguments: str) -> Result:
 def test_module_and_row_of_a_poison_sample_are_named(finished: FinishedRun) -> None:
     found = self_healing.replay(finished.directory, finished.incident("poison rows"))
     assert found.came_back
-    assert found.exact
-    assert found.look.rows_in_step == 8
-    assert found.look.poison == len(found.look.rows) == 1
-    row = found.look.rows[0]
+    assert found.exact_weights
+    assert found.rows_in_step == 8
+    assert found.poison_rows == len(found.rows) == 1
+    row = found.rows[0]
     assert row.source["dataset_index"] in POISONED
     assert row.origin is not None
     assert row.origin.names == ("model.layers.0.self_attn.v_proj",)
@@ -110,7 +110,7 @@ def test_a_transient_fault_does_not_come_back_and_the_loss_is_that_of_the_healed
     assert not found.came_back
     assert found.step == finished.transient_step
     # Dropout included: the same weights, rows and random numbers.
-    assert found.look.loss == finished.losses[finished.transient_step]
+    assert found.loss == finished.losses[finished.transient_step]
     assert "did not come back" in str(found)
 
 
@@ -137,26 +137,11 @@ def test_a_gradient_that_alone_is_not_finite_is_followed_to_a_module(tmp_path: P
     trainer.train()
     found = self_healing.replay(tmp_path)
     assert found.came_back
-    assert [row.source["dataset_index"] for row in found.look.rows] == [5]
-    origin = found.look.rows[0].origin
+    assert [row.source["dataset_index"] for row in found.rows] == [5]
+    origin = found.rows[0].origin
     assert origin is not None
     assert origin.place == "gradient"
     assert origin.details["backward_module"] == "model.norm"
-
-
-def test_a_step_that_was_not_looked_into_can_be_looked_into_later(tmp_path: Path, tokenizer: Any) -> None:
-    texts = [f"{text} {POISON_WORD}" if index == 40 else text for index, text in enumerate(TEXTS)]
-    trainer = sft_trainer(
-        tmp_path,
-        tokenizer,
-        texts=texts,
-        model=overflowing_model(tokenizer),
-        max_steps=2,
-        callbacks=[SelfHealingCallback(HealingConfig(on_nonfinite="skip"))],
-    )
-    trainer.train()
-    found = self_healing.replay(tmp_path, 0)
-    assert [row.source["dataset_index"] for row in found.look.rows] == [40]
 
 
 def test_mixed_precision_is_that_of_the_run(tmp_path: Path, tokenizer: Any) -> None:
@@ -165,7 +150,7 @@ def test_mixed_precision_is_that_of_the_run(tmp_path: Path, tokenizer: Any) -> N
     trainer.train()
     found = self_healing.replay(tmp_path)
     assert "with bf16" in found.computed
-    assert found.look.loss == losses(trainer)[1]
+    assert found.loss == losses(trainer)[1]
 
 
 # ---- the command ----
@@ -192,7 +177,7 @@ def test_the_command_prints_json(finished: FinishedRun) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["nowhere"], "There is no directory nowhere"),
+        (["nowhere"], "There is no healing_events.jsonl in nowhere"),
         (["{run}", "99"], "Those with a batch:"),
         (["{run}", "--checkpoint", "nowhere"], "--checkpoint nowhere: its weights cannot be loaded"),
         (["{run}", "--model", "nowhere:build"], "--model nowhere:build: the module cannot be imported"),
@@ -209,14 +194,17 @@ def test_what_cannot_be_replayed_is_a_clear_error(finished: FinishedRun, argumen
 # ---- which incident ----
 
 
-def keep(directory: Path, name: str, step: int) -> None:
-    (directory / "incidents").mkdir(exist_ok=True)
-    torch.save({"step": step, "micro_batches": {}}, directory / "incidents" / f"{name}.pt")
+def keep(journal: Journal, step: int) -> Path:
+    file = journal.directory / "incidents" / f"{journal.open(step, 'nonfinite_loss', {}).id}.pt"
+    file.parent.mkdir(exist_ok=True)
+    torch.save({"step": step, "micro_batches": {}}, file)
+    return file
 
 
 def test_an_incident_is_found_by_id_and_by_step_and_an_ambiguous_step_is_refused(tmp_path: Path) -> None:
-    for name, step in (("a-001", 3), ("a-002", 7), ("a-003", 7)):
-        keep(tmp_path, name, step)
+    journal = Journal(tmp_path, HealingConfig(), run_id="a")
+    for step in (3, 7, 7):
+        keep(journal, step)
     assert find_incident(tmp_path, "a-002").id == "a-002"
     assert find_incident(tmp_path, 3).id == "a-001"
     with pytest.raises(ReplayError, match=r"2 incidents are of step 7.*\n  a-002 .*\n  a-003 "):
@@ -224,28 +212,22 @@ def test_an_incident_is_found_by_id_and_by_step_and_an_ambiguous_step_is_refused
 
 
 def test_a_batch_that_was_torn_is_a_clear_error(tmp_path: Path) -> None:
-    keep(tmp_path, "a-001", 3)
-    file = tmp_path / "incidents" / "a-001.pt"
+    file = keep(Journal(tmp_path, HealingConfig(), run_id="a"), 3)
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ReplayError, match=r"a-001.pt cannot be read; is it complete\? \(\w+\)$"):
-        find_incident(tmp_path)
-
-
-def test_a_model_of_the_script_names_both_ways_to_replay_it() -> None:
-    blueprint = {"model": {"class": ["__main__", "Model"], "config": {}}}
-    with pytest.raises(ReplayError, match=r"--model MODULE:FUNCTION[\s\S]*trainer of your script"):
-        build_model(blueprint, WeightsChoice("none", False, None, {}), None, all_weights=True)
+        self_healing.replay(tmp_path)
 
 
 def test_a_run_without_a_batch_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ReplayError, match="There is no incident in"):
+    Journal(tmp_path, HealingConfig(), run_id="a").open(3, "hang", {})
+    with pytest.raises(ReplayError, match=r"No batch was kept for any incident in .* not finite, or spikes"):
         find_incident(tmp_path)
 
 
 def test_a_spike_comes_back_as_a_spike(finished: FinishedRun, tmp_path: Path) -> None:
     shutil.copytree(finished.directory, tmp_path / "run")
     name = finished.incident("transient")
-    norm = self_healing.replay(finished.directory, name).look.grad_norm
+    norm = self_healing.replay(finished.directory, name).grad_norm
     assert norm is not None
     for then, back in ((norm, True), (10 * norm, False)):
         line = {"run": "a", "step": 3, "kind": "diagnosed", "incident": name, "cause": "the same again"}
@@ -281,7 +263,7 @@ def test_without_weights_the_newest_checkpoint_before_is_used_and_named(
         overflowing_model(tokenizer).save_pretrained(folder)
         (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     found = self_healing.replay(directory, name)
-    assert not found.exact
+    assert not found.exact_weights
     assert found.weights == f"those of step 2, 1 step before the incident, from {directory / 'checkpoint-2'}"
     assert not found.came_back
     assert "was not computed exactly as before" in found.verdict
@@ -304,7 +286,7 @@ def test_a_model_can_be_built_by_a_function(
     found = self_healing.replay(finished.directory, finished.incident("poison rows"), model="my_own_model:build")
     # The weights of the step are put over those of the function.
     assert found.came_back
-    assert found.exact
+    assert found.exact_weights
 
 
 # ---- a trainer of one's own ----
@@ -327,8 +309,8 @@ def test_a_trainer_that_is_given_is_used_and_put_back(finished: FinishedRun, tmp
     before, arguments, loader = weights(trainer), trainer.args, trainer.get_train_dataloader
     found = self_healing.replay(finished.directory, finished.incident("transient"), trainer=trainer)
     assert not fault.fired
-    assert found.exact
-    assert found.look.loss == finished.losses[finished.transient_step]
+    assert found.exact_weights
+    assert found.loss == finished.losses[finished.transient_step]
     assert trainer.args is arguments
     assert trainer.get_train_dataloader == loader
     after = weights(trainer)
@@ -357,7 +339,7 @@ def test_the_step_of_every_objective_is_computed_as_it_was(tmp_path: Path, token
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert not found.came_back
     assert found.notes == []
-    assert (found.look.loss, found.look.grad_norm) == (logged[1]["loss"], logged[1]["grad_norm"])
+    assert (found.loss, found.grad_norm) == (logged[1]["loss"], logged[1]["grad_norm"])
 
 
 @pytest.mark.slow
@@ -380,6 +362,6 @@ def test_an_adapter_that_was_not_kept_comes_from_a_checkpoint(
     fault = OutputFault(base, lambda _: trainer.state.global_step == 2 and fault.fired == 0)
     trainer.train()
     found = self_healing.replay(tmp_path / "run")
-    assert found.exact
+    assert found.exact_weights
     assert "checkpoint-2" in found.weights
-    assert found.look.loss == losses(trainer)[2]
+    assert found.loss == losses(trainer)[2]

@@ -73,13 +73,8 @@ def python_of(program: str, arguments: Sequence[str]) -> list[str] | None:
         return None
     if not begins.startswith("#!"):
         return None
-    first, _, rest = begins[2:].partition("\n")
-    words = first.split()
-    # pip and uv, where the path is long or has spaces in it: `'''exec' "/path to/python" "$0" "$@"`.
-    through_shell = re.match(r"'''exec'\s+(.*)", rest)
-    if through_shell is not None:
-        words = [word for word in shlex.split(through_shell[1]) if word not in ("$0", "$@")]
-    elif words and Path(words[0]).name == "env":
+    words = begins[2:].partition("\n")[0].split()
+    if words and Path(words[0]).name == "env":
         words = [word for word in words[1:] if word != "-S" and "=" not in word]
         words[:1] = [shutil.which(word) or word for word in words[:1]]
     return [words[0], *_options_in(words[1:])] if words and _is_python(words[0]) else None

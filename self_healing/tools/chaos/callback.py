@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 
 from ...healers.data.guard import Proxy
 from ...hf.patching import find_trainer
-from .faults import ANY, KINDS, Fault, FaultError, Ledger, Ranks, Schedule, parse_faults
+from .faults import KINDS, Fault, FaultError, Ledger, Schedule, parse_faults
 from .injectors import ModelFaults, guard_dataset, guard_rewards, guard_saving, plain_rewards, tear_checkpoint
 
 
@@ -43,11 +43,6 @@ class Chaos(TrainerCallback):
         ledger (`str`, `PathLike` or `Ledger`, *optional*, defaults to `"chaos.jsonl"`):
             The file that remembers what has struck. Outside of the run's directory; another one, or none yet, for
             another rehearsal.
-        min_gap (`int`, *optional*):
-            Fewest steps between two faults at random. Defaults to half of the steps that each has.
-        ranks (`"any"`, `int` or `Sequence[int]`, *optional*, defaults to `"any"`):
-            With several processes, those that faults may strike which name no `rank` of their own.
-
     """
 
     def __init__(
@@ -55,8 +50,6 @@ class Chaos(TrainerCallback):
         faults: str | Sequence[Fault | str],
         seed: int = 0,
         ledger: str | os.PathLike[str] | Ledger = "chaos.jsonl",
-        min_gap: int | None = None,
-        ranks: Ranks = ANY,
     ) -> None:
         given = [faults] if isinstance(faults, str) else faults
         parsed = ([each] if isinstance(each, Fault) else parse_faults(each) for each in given)
@@ -64,26 +57,22 @@ class Chaos(TrainerCallback):
         if not self.faults:
             raise FaultError(f"Chaos needs at least one fault; there are: {', '.join(KINDS)}.")
         self.ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
-        self._schedule = Schedule(self.faults, seed, self.ledger, min_gap, ranks)
+        self._schedule = Schedule(self.faults, seed, self.ledger)
         self._model = ModelFaults(self._schedule)
         self._trainer: Any = None
         self._undo = contextlib.ExitStack()
 
     def attach(self, trainer: Trainer) -> Chaos:
         """Adds this callback to a trainer, before all others: what it breaks, they get to see."""
-        trainer.add_callback(self)
-        self._go_first(trainer)
+        trainer.callback_handler.callbacks.insert(0, self)
         return self
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = find_trainer(self)
+        trainer: Any = find_trainer(self)
         if trainer is not None:
-            self._go_first(trainer)
-
-    def _go_first(self, trainer: Any) -> None:
-        callbacks = trainer.callback_handler.callbacks
-        callbacks.remove(self)
-        callbacks.insert(0, self)
+            callbacks = trainer.callback_handler.callbacks
+            callbacks.remove(self)
+            callbacks.insert(0, self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer: Any = find_trainer(self)
@@ -125,11 +114,10 @@ class Chaos(TrainerCallback):
         self._schedule.step.value = int(state.global_step)
         if self._trainer is None:
             return
-        with self._schedule.contained():
-            self._schedule.look_at_other_ranks()
-            for number in self._schedule.due("torn_checkpoint"):
-                tear_checkpoint(self._schedule, number, args.output_dir)
-            self._model.change_weights()
+        self._schedule.look_at_other_ranks()
+        for number in self._schedule.due("torn_checkpoint"):
+            tear_checkpoint(self._schedule, number, args.output_dir)
+        self._model.change_weights()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._schedule.step.value = int(state.global_step)

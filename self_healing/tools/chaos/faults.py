@@ -20,9 +20,7 @@ from ...system.files import append_line, parse_lines
 
 logger = logging.getLogger("self_healing.chaos")
 
-RANDOM, ALWAYS, ANY = "random", "always", "any"
-# Any, one, or several.
-Ranks = str | int | Sequence[int]
+RANDOM, ALWAYS = "random", "always"
 
 
 class FaultError(ValueError):
@@ -72,10 +70,6 @@ _PARAMETERS = ("seconds", "where", "wait", "index", "rows", "token", "then", "ra
 
 def _parameters_of(kind: str) -> dict[str, Any]:
     return {**KINDS[kind].parameters, "rank": None}
-
-
-def is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +124,10 @@ class Fault:
             fits, wanted = value in choices, f"one of {', '.join(choices)}"
         else:
             least = 1 if name in ("times", "rows") else 0
-            fits, wanted = value in choices or is_whole(value, least), f"a whole number from {least}"
+            fits, wanted = (
+                value in choices or (isinstance(value, int) and value >= least),
+                f"a whole number from {least}",
+            )
             wanted += "".join(f", or {choice!r}" for choice in choices)
         if not fits:
             raise FaultError(f"{self.kind}: {name}={value!r} must be {wanted}.")
@@ -219,30 +216,23 @@ class Ledger:
         # What comes next may be SIGKILL.
         append_line(self.path, line, sync=True)
 
-    def strike(self, fault: str, kind: str, step: int, count: int, detail: Mapping[str, Any]) -> None:
-        """Writes down that a fault is about to strike."""
-        self.write("strike", fault=fault, kind=kind, step=step, count=count, detail=dict(detail))
-
     def lines(self) -> list[dict[str, Any]]:
         """Reads what all ranks have written."""
-        if not self.path.exists():
-            return []
-        return [line for line in parse_lines(self.path.read_text("utf-8", "replace"))[0] if "event" in line]
+        return parse_lines(self.path.read_text("utf-8"))[0] if self.path.exists() else []
 
     def strikes(self) -> list[Strike]:
         """Reads all strikes in the order they came."""
         found: dict[tuple[str, int, int], Strike] = {}
         for line in self.lines():
-            if line["event"] not in ("strike", "effect"):
+            if line["event"] == "run":
                 continue
             key = line["fault"], line["count"], line["rank"]
             if line["event"] == "strike":
                 names = ("fault", "kind", "step", "count", "pid", "time", "rank")
                 found[key] = Strike(**{name: line[name] for name in names})
-            elif key in found:
-                found[key].effect = bool(line["effect"])
-            if key in found:
-                found[key].detail.update(line.get("detail", {}))
+            else:
+                found[key].effect = line["effect"]
+            found[key].detail.update(line["detail"])
         return list(found.values())
 
     def run_dirs(self) -> list[str]:
@@ -257,19 +247,19 @@ class Ledger:
 # ---- the schedule ----
 
 
-def strike_steps(faults: Sequence[Fault], max_steps: int, seed: int, min_gap: int | None = None) -> list[int]:
-    """Gives the step of each fault: its own, or one in its share of the run, `min_gap` steps before the next may."""
+def strike_steps(faults: Sequence[Fault], max_steps: int, seed: int) -> list[int]:
+    """Gives the step of each fault: its own, or one in its share of the run, with a gap before the next may."""
     # A sample that is named raises from the beginning.
     drawn = [number for number, fault in enumerate(faults) if fault.at == RANDOM and fault.index is None]
     steps = [0 if fault.at == RANDOM else int(fault.at) for fault in faults]
     if not drawn:
         return steps
-    gap = max(int(max_steps / (len(drawn) + 0.5) / 2), 1) if min_gap is None else min_gap
+    gap = max(int(max_steps / (len(drawn) + 0.5) / 2), 1)
     room = (max_steps - gap) / len(drawn)
-    if room < gap or gap < 1:
+    if room < gap:
         raise FaultError(
-            f"{len(drawn)} faults at random do not fit into {max_steps} steps with min_gap={gap} between them. Please "
-            f"train longer, ask for fewer, give them steps, or set min_gap to at most {max_steps // (len(drawn) + 1)}."
+            f"{len(drawn)} faults at random do not fit into {max_steps} steps. Please train longer, ask for fewer, or "
+            "give them steps."
         )
     # Of its own: the run's random states are none of our business.
     rng = random.Random(seed)
@@ -279,30 +269,23 @@ def strike_steps(faults: Sequence[Fault], max_steps: int, seed: int, min_gap: in
     return steps
 
 
-def strike_ranks(faults: Sequence[Fault], world_size: int, seed: int, among: Ranks) -> list[int]:
+def strike_ranks(faults: Sequence[Fault], world_size: int, seed: int) -> list[int]:
     """Gives the rank of each fault: its own, or one drawn; the same on all ranks without asking each other."""
-    chosen = list(range(world_size)) if isinstance(among, str) else [among] if isinstance(among, int) else list(among)
-    highest = max(*chosen, *(fault.rank or 0 for fault in faults))
+    highest = max(fault.rank or 0 for fault in faults)
     if highest >= world_size:
         raise FaultError(f"Faults cannot strike rank {highest}: this job has {world_size}. Please name another one.")
     # Apart from the draw of the steps, which is the same for any number of ranks.
     rng = random.Random(f"ranks {seed}")
-    drawn = [rng.choice(chosen) for _ in faults]
+    drawn = [rng.choice(range(world_size)) for _ in faults]
     return [rank if fault.rank is None else fault.rank for fault, rank in zip(faults, drawn, strict=True)]
 
 
 class Schedule:
     """Says which faults strike now, each known by its number. A strike is in the ledger before it strikes."""
 
-    def __init__(
-        self, faults: Sequence[Fault], seed: int, ledger: Ledger, min_gap: int | None = None, among: Ranks = ANY
-    ) -> None:
-        named = [0] if among == ANY else [among] if isinstance(among, int) else list(among)
-        if not named or not all(is_whole(rank, 0) for rank in named):
-            raise FaultError(f"ranks={among!r}: please give {ANY!r}, a rank (from 0), or a list of ranks.")
+    def __init__(self, faults: Sequence[Fault], seed: int, ledger: Ledger) -> None:
         self.faults, self.keys = tuple(faults), _keys_of(faults)
         self.seed, self.ledger = seed, ledger
-        self._min_gap, self._among = min_gap, among
         self.rank = 0
         # None strikes before the steps are drawn.
         self.steps = [2**62] * len(self.faults)
@@ -317,28 +300,22 @@ class Schedule:
         # What identifies the rows that are poison samples from now on.
         self.poison: set[str] = set()
         self.lock = multiprocessing.RLock()
-        self._has_read = False
 
     def draw(self, max_steps: int, rank: int, ranks: int) -> None:
         """Draws steps and ranks; the same on all ranks without asking each other."""
-        self.steps = strike_steps(self.faults, max_steps, self.seed, self._min_gap)
-        self.ranks = strike_ranks(self.faults, ranks, self.seed, self._among)
+        self.steps = strike_steps(self.faults, max_steps, self.seed)
+        self.ranks = strike_ranks(self.faults, ranks, self.seed)
         self.rank = self.ledger.rank = rank
 
     def read_ledger(self) -> None:
         """Takes over what earlier processes of this rehearsal and other ranks have done."""
-        strikes = self.ledger.strikes()
-        for strike in strikes:
+        for strike in self.ledger.strikes():
             self.poison.update(strike.detail.get("rows", ()))
             if strike.fault in self.keys:
                 number = self.keys.index(strike.fault)
                 self.counts[number] = max(self.counts[number], strike.count)
                 self._last[number] = max(self._last[number], strike.step)
                 self.bad_index[number] = strike.detail.get("index", self.bad_index[number])
-        if strikes and not self._has_read:
-            told = "Chaos: %d strikes in %s do not come again. For another rehearsal, name another ledger."
-            logger.warning(told, len(strikes), self.ledger.path)
-        self._has_read = True
 
     def look_at_other_ranks(self) -> None:
         """One rank finds what is wrong with the data, and from then on all of them meet it."""
@@ -381,26 +358,18 @@ class Schedule:
         step, fault = int(self.step.value), self.faults[number]
         self.counts[number] += 1
         self._last[number], count = step, self.counts[number]
-        # One that always strikes is written down the first time: nothing new comes of the rest.
-        told = fault.limit is not None or count == 1
-        if told:
-            self.ledger.strike(self.keys[number], fault.kind, step, count, detail)
-            logger.warning("Chaos: %s strikes at step %d (rank %d).", self.keys[number], step, self.rank)
         result: dict[str, Any] = {"effect": True}
+        # One that always strikes is written down the first time: nothing new comes of the rest.
+        if fault.limit is None and count > 1:
+            yield result
+            return
+        about = {"fault": self.keys[number], "count": count}
+        self.ledger.write("strike", **about, kind=fault.kind, step=step, detail=detail)
+        logger.warning("Chaos: %s strikes at step %d (rank %d).", self.keys[number], step, self.rank)
         try:
             yield result
         finally:
-            if told:
-                effect = bool(result.pop("effect"))
-                self.ledger.write("effect", fault=self.keys[number], count=count, effect=effect, detail=result)
-
-    @contextlib.contextmanager
-    def contained(self) -> Iterator[None]:
-        """Leaves out a fault that fails by a mistake of ours, or of the disk the ledger is on."""
-        try:
-            yield
-        except Exception:
-            logger.exception("Chaos: a fault failed to strike at step %d and is left out.", self.step.value)
+            self.ledger.write("effect", **about, effect=result.pop("effect"), detail=result)
 
 
 def _keys_of(faults: Sequence[Fault]) -> list[str]:

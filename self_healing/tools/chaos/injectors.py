@@ -74,17 +74,15 @@ class ModelFaults:
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         if not torch.is_grad_enabled() or not module.training:
             return None
-        with self._schedule.contained():
-            for number in self._schedule.due("nan_loss"):
-                with self._schedule.strike(number, module=type(module).__name__) as result:
-                    spoiled = changed(output, lambda tensor: tensor * float("nan"))
-                    result["effect"] = spoiled is not None
-                    output = output if spoiled is None else spoiled
-            bad = torch.tensor(self._bad_rows(), dtype=torch.long)
-            if len(bad):
-                return changed(output, lambda tensor: tensor.index_fill(0, bad.to(tensor.device), float("nan")))
-            return output
-        return None
+        for number in self._schedule.due("nan_loss"):
+            with self._schedule.strike(number, module=type(module).__name__) as result:
+                spoiled = changed(output, lambda tensor: tensor * float("nan"))
+                result["effect"] = spoiled is not None
+                output = output if spoiled is None else spoiled
+        bad = torch.tensor(self._bad_rows(), dtype=torch.long)
+        if len(bad):
+            return changed(output, lambda tensor: tensor.index_fill(0, bad.to(tensor.device), float("nan")))
+        return output
 
     def _bad_rows(self) -> list[int]:
         due = list(self._schedule.due("poison_samples"))
@@ -337,8 +335,8 @@ def tear_checkpoint(schedule: Schedule, number: int, output_dir: str) -> None:
     # Its state is written last: another rank may still be about it.
     if newest is None or not Path(newest, "trainer_state.json").exists():
         return
-    with schedule.strike(number, checkpoint=newest) as result:
-        # Another rank may be removing it.
+    # Another rank may be removing it.
+    with schedule.strike(number, checkpoint=newest) as result, contextlib.suppress(FileNotFoundError):
         result["effect"] = False
         result["effect"] = _cut_off(Path(newest), schedule.rank)
     if schedule.faults[number].get("then") == "sigkill":

@@ -22,7 +22,7 @@ from typing import Any
 from rich.table import Table
 
 from ...failures.recipes import FailureType
-from ...system.files import EVENTS_FILE, parse_lines
+from ...report.journals import Event, incident_of, lines_of_incidents, read_journals
 from .faults import Ledger, Strike, parse_faults
 
 
@@ -64,15 +64,14 @@ def rehearse(
     seed: int = 0,
     restarts: int = 0,
     ledger: str | os.PathLike[str] = "chaos.jsonl",
-    min_gap: int | None = None,
     processes: int = 1,
 ) -> tuple[int, list[Survival]]:
     """Runs a training script under faults; gives its exit code, and what became of each fault."""
     parse_faults(faults)
     book = Ledger(ledger)
     command = command_line(Path(script), arguments, restarts, processes)
-    process = subprocess.run(command, env=environment(faults, seed, book.path, min_gap), check=False)
-    return process.returncode, survived(book, book.run_dirs())
+    process = subprocess.run(command, env=environment(faults, seed, book.path), check=False)
+    return process.returncode, survived(book, *book.run_dirs())
 
 
 def command_line(script: Path, arguments: Sequence[str], restarts: int, processes: int = 1) -> list[str]:
@@ -84,9 +83,9 @@ def command_line(script: Path, arguments: Sequence[str], restarts: int, processe
     return [*launcher, "-m", "self_healing.tools.chaos.rehearsal", str(script), *arguments]
 
 
-def environment(faults: str, seed: int, ledger: Path, min_gap: int | None) -> dict[str, str]:
+def environment(faults: str, seed: int, ledger: Path) -> dict[str, str]:
     """Gives the environment that tells processes and their children of a rehearsal."""
-    told = {"faults": faults, "seed": seed, "ledger": str(ledger), "min_gap": min_gap}
+    told = {"faults": faults, "seed": seed, "ledger": str(ledger)}
     return os.environ | {VARIABLE: json.dumps(told)}
 
 
@@ -133,58 +132,42 @@ class Survival:
     outcome: str
     survived: bool
     detail: dict[str, Any] = field(default_factory=dict)
-    actions: tuple[str, ...] = ()
     rank: int = 0
 
 
-def survived(
-    ledger: str | os.PathLike[str] | Ledger, run_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-) -> list[Survival]:
+def survived(ledger: str | os.PathLike[str] | Ledger, *run_dirs: str | os.PathLike[str]) -> list[Survival]:
     """Finds the incident of every strike in the journals of a run; one row more for each fault that never struck."""
     book = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
-    directories = [run_dir] if isinstance(run_dir, (str, os.PathLike)) else run_dir
-    events = [event for directory in directories for event in _events(Path(directory))]
-    events.sort(key=lambda event: event["time"])
+    events: list[Event] = []
+    for directory in run_dirs:
+        with contextlib.suppress(OSError, ValueError):
+            events += read_journals(Path(directory)).events
     incidents = _incidents(events)
-    passed_over = {Path(event["path"]).absolute() for event in events if event.get("kind") == "checkpoint_passed_over"}
-    strikes = book.strikes()
+    passed_over = {Path(event["path"]).absolute() for event in events if event["kind"] == "checkpoint_passed_over"}
     found = []
-    for strike in strikes:
+    for strike in book.strikes():
         incident, outcome, outlived = _fate(strike, incidents, passed_over)
-        name, actions = (incident["id"], tuple(incident["actions"])) if incident else (None, ())
-        row = (strike.fault, strike.step, strike.effect, name, outcome, outlived, strike.detail, actions, strike.rank)
+        name = None if incident is None else incident["id"]
+        row = (strike.fault, strike.step, strike.effect, name, outcome, outlived, strike.detail, strike.rank)
         found.append(Survival(*row))
-    missing = [name for name in book.asked_for() if name not in {strike.fault for strike in strikes}]
+    struck = {row.fault for row in found}
+    missing = [name for name in book.asked_for() if name not in struck]
     return found + [Survival(name, None, False, None, "did not strike", True) for name in missing]
 
 
-def _events(directory: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for journal in (directory / EVENTS_FILE, *directory.glob(f"{Path(EVENTS_FILE).stem}.rank*.jsonl")):
-        with contextlib.suppress(OSError):
-            found += parse_lines(journal.read_text(encoding="utf-8", errors="replace"))[0]
-    return found
-
-
-def _incidents(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each incident with the latest that its events say, its evidence put together, and the actions taken."""
-    found: dict[str, dict[str, Any]] = {}
-    for event in events:
-        name, rank = event.get("incident"), event.get("rank", 0)
-        if event.get("kind") == "run_started" and rank > 0:
+def _incidents(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """The incidents of all ranks, each with when and where it was seen."""
+    found = []
+    for lines in lines_of_incidents(events).values():
+        incident, first = incident_of(lines), lines[0]
+        started = [event for event in events if event["kind"] == "run_started" and event["rank"] == first["rank"]]
+        if first["rank"] > 0 and incident.outcome == "fatal" and started[-1]["time"] > lines[-1]["time"]:
             # What has ended another rank is taken up by the first one alone, as what has ended that.
-            for earlier in found.values():
-                if earlier["rank"] == rank and earlier["outcome"] == "fatal":
-                    earlier["outcome"] = "started again"
-        if name is None:
-            continue
-        new = {"id": name, "time": event["time"], "step": event["step"], "rank": rank, "actions": [], "evidence": {}}
-        incident = found.setdefault(name, {**new, "outcome": "open", "taken": False})
-        incident |= {key: event[key] for key in ("failure", "symptom", "outcome") if event.get(key)}
-        incident["evidence"] = dict(event.get("evidence") or ()) | incident["evidence"]
-        if event.get("kind") == "action" and event.get("happened"):
-            incident["actions"].append(event["action"])
-    return list(found.values())
+            incident.outcome = "started again"
+        about = {"id": incident.id, "time": first["time"], "rank": first["rank"], "taken": False}
+        names = ("step", "symptom", "failure", "outcome", "evidence")
+        found.append(about | {name: getattr(incident, name) for name in names})
+    return found
 
 
 def _fate(
@@ -217,11 +200,11 @@ def _matching(strike: Strike, incidents: Sequence[dict[str, Any]]) -> dict[str, 
 
 def _speaks_of(incident: dict[str, Any], strike: Strike) -> bool:
     evidence = incident["evidence"]
-    if incident.get("symptom") == "failure_on_another_rank":
+    if incident["symptom"] == "failure_on_another_rank":
         return evidence.get("rank") == strike.rank and evidence.get("failure") in _EXPECTED[strike.kind]
-    if incident.get("failure") == FailureType.PROCESS_DIED and evidence.get("pid") not in (None, strike.pid):
+    if incident["failure"] == FailureType.PROCESS_DIED and evidence.get("pid") not in (None, strike.pid):
         return False
-    return incident.get("failure") in _EXPECTED[strike.kind]
+    return incident["failure"] in _EXPECTED[strike.kind]
 
 
 def survival_table(rows: Sequence[Survival]) -> Table:

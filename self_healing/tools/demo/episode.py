@@ -14,7 +14,7 @@ import random
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -219,9 +219,10 @@ class _ToldLedger(Ledger):
         super().__init__(path)
         self._episode = episode
 
-    def strike(self, fault: str, kind: str, step: int, count: int, detail: Mapping[str, Any]) -> None:
-        self._episode.say("bold yellow", f"after step {step}: {FAULTS[kind]}")
-        super().strike(fault, kind, step, count, detail)
+    def write(self, event: str, **fields: Any) -> None:
+        if event == "strike":
+            self._episode.say("bold yellow", f"after step {fields['step']}: {FAULTS[fields['kind']]}")
+        super().write(event, **fields)
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> str:

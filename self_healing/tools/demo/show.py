@@ -193,7 +193,7 @@ def run_rehearsal(
     faults = f"oom@{steps // 4},hang@{steps // 2}:seconds=60,sigkill@{3 * steps // 4 + 2}"
     script = Path(__file__).with_name("episode.py")
     command = command_line(script, [str(directory), str(steps), str(seed)], restarts=1)
-    told = environment(faults, seed, ledger.path, None) | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    told = environment(faults, seed, ledger.path) | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     with (
         log.open("w") as errors,
         subprocess.Popen(command, env=told, stdout=subprocess.PIPE, stderr=errors, text=True) as job,
@@ -201,7 +201,7 @@ def run_rehearsal(
         assert job.stdout is not None
         for line in job.stdout:
             console.print(escape(line.rstrip()), soft_wrap=not console.is_terminal)
-    result = RehearsalResult(job.wait(), survived(ledger, ledger.run_dirs()))
+    result = RehearsalResult(job.wait(), survived(ledger, *ledger.run_dirs()))
     console.print(survival_table(result.rows))
     if not result.problems:
         console.print("[bold green]Every fault was survived.[/]")
