@@ -283,7 +283,7 @@ def _seen(incident: Incident) -> str:
         return _samples(evidence["samples"])
     if cause in _NO_CAUSE or _SAID_BY.get(incident.symptom) == cause or cause.replace("_", " ") == seen:
         return seen
-    rows = [row["dataset_index"] for row in evidence.get("rows", ()) if row.get("dataset_index") is not None]
+    rows = [row["dataset_index"] for row in _mappings(evidence.get("rows")) if row.get("dataset_index") is not None]
     if cause == Cause.POISON_ROWS and rows:
         return f"{seen}, poison row{'s' if len(rows) > 1 else ''} {_listed(rows)}"
     return f"{seen}, {_CAUSES.get(cause, cause)}"
@@ -294,12 +294,13 @@ def _on(ranks: Any) -> str:
     return f" on rank{'s' * (len(ranks) > 1)} {_listed(ranks)}" if isinstance(ranks, list) and ranks else ""
 
 
-def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
+def _samples(samples: Any) -> str:
     """Samples of the data that cannot be used, by name and type of error: what they raise may quote them."""
-    kinds = dict.fromkeys(str(sample["error_type"]) for sample in samples if sample.get("error_type"))
+    found = _mappings(samples)
+    kinds = dict.fromkeys(str(sample["error_type"]) for sample in found if sample.get("error_type"))
     why = f" ({', '.join(kinds)})" if kinds else ""
-    names = [_name_of(sample) for sample in samples]
-    return f"bad sample{'s' if len(samples) > 1 else ''} {_listed(names)}{why}"
+    names = [_name_of(sample) for sample in found]
+    return f"bad sample{'s' if len(found) > 1 else ''} {_listed(names)}{why}"
 
 
 def _name_of(sample: Mapping[str, Any]) -> str:
@@ -308,6 +309,11 @@ def _name_of(sample: Mapping[str, Any]) -> str:
     if sample.get("stream_ordinal") is not None:
         return f"{sample.get('shard')}:{sample['stream_ordinal']}"
     return "of unknown place"
+
+
+def _mappings(entries: Any) -> list[Mapping[str, Any]]:
+    # An incident may have been made by a program of the user's.
+    return [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, Sequence) else []
 
 
 def _listed(names: Sequence[Any]) -> str:
