@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 import subprocess
 import sys
@@ -46,8 +45,6 @@ def test_three_faults_are_healed_and_shown(show: Show, tmp_path: Path, capfd: py
     result, text = show()
 
     assert result.problems == []
-    assert result.twin_loss is not None
-    assert result.held_out_loss == pytest.approx(result.twin_loss, rel=0.02)
     # Row 0 of step 6 is row 6 * 2 * 2; the second row of its first micro-batch holds the broken character.
     assert [row["dataset_index"] for row in quarantined(tmp_path)] == [25]
     outcomes = journal(tmp_path, "outcome")
@@ -56,7 +53,6 @@ def test_three_faults_are_healed_and_shown(show: Show, tmp_path: Path, capfd: py
     for shown in (
         "step 6: NaN/Inf in loss, poison row 25 -> quarantined, dropped; 0 steps lost",
         "step 9: ConnectionError, network -> saved, waits, then resumes",
-        f"Held-out loss: {result.held_out_loss:.4f} healed, {result.twin_loss:.4f} fault-free twin",
         "dead at step 9 of 12",
         "All weights are bitwise those of the twin after each of the first 6 steps.",
         f"Report: {tmp_path / 'report.html'}",
@@ -80,7 +76,6 @@ def test_what_was_not_healed_is_not_shown_as_healed(show: Show) -> None:
 def test_without_healing_the_run_is_poisoned_and_killed(show: Show, tmp_path: Path) -> None:
     result, text = show(healing=False)
     assert result.problems == []
-    assert math.isnan(result.held_out_loss)
     assert "step 4: NaN in 11 of 11 weight tensors" in text
     assert "dead at step 9: ConnectionError" in text
     # The Trainer's log hides the NaN: logging_nan_inf_filter is on by default.

@@ -13,15 +13,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..config.healing_config import HealingConfig
 from ..failures.recipes import FAILURE_RECIPES, Action, FailureType, Severity, Symptom
-from ..system.files import EVENTS_FILE, POSTMORTEM_FILE, append_line, jsonable, of_rank, replace_file
+from ..system import processes
+from ..system.files import EVENTS_FILE, POSTMORTEM_FILE, append_line, jsonable, of_rank, rank_in, replace_file
 from ..system.processes import log_safely
 from .incident import HEALED, IN_DOUBT, OF_RANK, Incident, describe, figures, headline
-from .postmortem import Directions, Postmortem, read_errors_of_other_ranks, set_aside_postmortems
+from .postmortem import Directions, Postmortem
 from .terminal import HEADLINE_WIDTH
 
 
@@ -277,7 +279,7 @@ class Journal:
         }
         return {name: round(self.earlier.get(name, 0) + value, 3) for name, value in own.items()}
 
-    def _contained(self, sink: str, write: Callable[[], None]) -> None:
+    def _contained(self, sink: str, write: Callable[[], object]) -> None:
         try:
             write()
         except Exception:
@@ -291,11 +293,24 @@ class Journal:
 
     def set_aside_postmortem(self) -> None:
         """Renames the postmortem of an earlier run, so that one that is there is always that of the last run."""
-        self._contained("postmortem", lambda: set_aside_postmortems(self.directory, self.rank, self.run_id))
+        stale = [of_rank(self.directory / POSTMORTEM_FILE, self.rank)]
+        if self.rank == 0:
+            stale += [path for path in self._postmortems_of_others() if rank_in(path) >= processes.world_size()]
+        for path in filter(Path.exists, stale):
+            aside = path.with_name(f"{path.stem}.before-{self.run_id}.json")
+            self._contained("postmortem", partial(path.rename, aside))
 
     def errors_of_other_ranks(self, since: int = 0) -> list[dict[str, Any]]:
         """Reads the errors that ended the other ranks of this run, as far as they could be written."""
-        return read_errors_of_other_ranks(self.directory, self.run_id, since)
+        found: list[dict[str, Any]] = []
+        for path in self._postmortems_of_others():
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["run"] == self.run_id and content["step"] >= since and content["error"] is not None:
+                found.append({"rank": rank_in(path)} | {key: content[key] for key in ("step", "failure", "error")})
+        return found
+
+    def _postmortems_of_others(self) -> list[Path]:
+        return sorted(self.directory.glob("postmortem.rank*[0-9].json"), key=rank_in)
 
     def write_postmortem(self, *about: Any, **more: Any) -> str | None:
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -19,8 +18,6 @@ import transformers
 
 from ..failures.classify import match_known_error
 from ..failures.recipes import FAILURE_RECIPES, FailureType, text_of
-from ..system import processes
-from ..system.files import POSTMORTEM_FILE, of_rank, rank_in
 from .incident import Incident
 
 
@@ -121,25 +118,3 @@ class Postmortem:
             },
             "pid": os.getpid(),
         }
-
-
-def set_aside_postmortems(directory: Path, rank: int, run_id: str) -> None:
-    """Renames the postmortem of an earlier run, so that one that is there is always that of the last run."""
-    gone = [path for path in _of_other_ranks(directory) if rank_in(path) >= processes.world_size()]
-    for stale in [of_rank(directory / POSTMORTEM_FILE, rank), *(gone if rank == 0 else ())]:
-        if stale.exists():
-            stale.rename(stale.with_name(f"{stale.stem}.before-{run_id}.json"))
-
-
-def read_errors_of_other_ranks(directory: Path, run_id: str, since: int = 0) -> list[dict[str, Any]]:
-    """Reads the errors that ended the other ranks of a run, as far as they could be written."""
-    found: list[dict[str, Any]] = []
-    for path in _of_other_ranks(directory):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["run"] == run_id and content["step"] >= since and content["error"] is not None:
-            found.append({"rank": rank_in(path)} | {key: content[key] for key in ("step", "failure", "error")})
-    return found
-
-
-def _of_other_ranks(directory: Path) -> list[Path]:
-    return sorted(directory.glob("postmortem.rank*[0-9].json"), key=rank_in)

@@ -32,9 +32,12 @@ def next_steps(report: RunReport, rate: float | None, postmortem: Mapping[str, A
         *_about_incidents(directory, report.incidents, resumed=not (over or anew)),
         *([NextStep("Do not use the weights.", verdict.reasons)] if verdict and verdict.name == "do not use" else []),
         *_about_rows(directory, report.quarantine),
-        # What goes on from a checkpoint goes on at its rate.
-        *(_about_the_rate(rate, report.incidents) if over else ()),
     ]
+    # What goes on from a checkpoint goes on at its rate.
+    if over and rate is not None and all(each.failure != FailureType.LEARNING_RATE for each in report.incidents):
+        found.append(
+            NextStep(f"Start the next run with learning_rate={rate:.3g}.", "The rate of this one had to be reduced.")
+        )
     if found:
         return _once(found)
     if verdict is None:
@@ -165,8 +168,3 @@ def _about_rows(directory: Path, quarantine: Sequence[Entry]) -> Iterable[NextSt
             f"Repair or remove {counted(len(quarantine), 'row')} of the data: {named}.",
             f"What is left out of training is listed in {directory / 'quarantine.jsonl'}.",
         )
-
-
-def _about_the_rate(rate: float | None, incidents: Sequence[IncidentStory]) -> Iterable[NextStep]:
-    if rate is not None and all(each.failure != FailureType.LEARNING_RATE for each in incidents):
-        yield NextStep(f"Start the next run with learning_rate={rate:.3g}.", "The rate of this one had to be reduced.")

@@ -142,14 +142,10 @@ class HealingReport:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "incidents": self.incidents,
+            **asdict(self),
             "steps_lost": self.steps_lost,
             "steps_repeated": self.steps_repeated,
             "seconds_lost": round(self.seconds_lost, 3),
-            "journal": self.journal,
-            "lr_reductions": self.lr_reductions,
-            "learning_rate_scale": self.learning_rate_scale,
-            "learning_rate": self.learning_rate,
             "status": None if self.status is None else {**asdict(self.status), "told": str(self.status)},
         }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..system.files import jsonable
 SCHEMA = "self_healing.report/1"
 
 # Of a value of the journal in one line.
-_LONGEST, _MOST_ITEMS = 600, 12
+_LONGEST = 600
 
 Entry = dict[str, Any]
 
@@ -220,15 +220,11 @@ class RunReport:
 
     def to_dict(self, series: bool = True) -> Entry:
         """Returns all of it as strict JSON; `series`, which can be drawn, is most of its size."""
-        content: Entry = jsonable(asdict(self if series else replace(self, series={})))
+        content: Entry = jsonable(asdict(self))
         if not series:
             del content["series"]
-        totals = {
-            "steps_lost": self.steps_lost,
-            "steps_repeated": self.steps_repeated,
-            "seconds_lost": round(self.seconds_lost, 3),
-        }
-        return {"schema": SCHEMA, **content, **totals}
+        content |= {"steps_lost": self.steps_lost, "steps_repeated": self.steps_repeated}
+        return {"schema": SCHEMA, **content, "seconds_lost": round(self.seconds_lost, 3)}
 
 
 # ---- in words ----
@@ -300,17 +296,14 @@ def percent(part: float) -> str:
 
 def plain(value: Any) -> str:
     """A value of the journal in one line; what is long is cut, and says so."""
-    if isinstance(value, str):
-        return value if len(value) <= _LONGEST else f"{value[:_LONGEST]}… ({len(value):,} characters)"
     if isinstance(value, Mapping):
-        shown = [f"{spoken(str(key))} {plain(each)}" for key, each in list(value.items())[:_MOST_ITEMS]]
-    elif isinstance(value, Sequence):
-        shown = [f"({plain(each)})" if isinstance(each, Mapping) else plain(each) for each in value[:_MOST_ITEMS]]
+        text = ", ".join(f"{spoken(str(key))} {plain(each)}" for key, each in value.items()) or "none"
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        shown = (f"({plain(each)})" if isinstance(each, Mapping) else plain(each) for each in value)
+        text = ", ".join(shown) or "none"
     else:
-        return digits(value) if isinstance(value, int | float) or value is None else str(value)
-    text = ", ".join(shown) or "none"
-    text = text if len(text) <= 2 * _LONGEST else f"{text[: 2 * _LONGEST]}…"
-    return f"{text}, and {len(value) - _MOST_ITEMS} more" if len(value) > _MOST_ITEMS else text
+        text = digits(value) if isinstance(value, int | float) or value is None else str(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text):,} characters)"
 
 
 def goodput_line(goodput: Goodput) -> str:

@@ -95,8 +95,7 @@ def test_what_cannot_be_healed_is_raised_unchanged(tmp_path: Path, tokenizer: An
 # ---- how it is called ----
 
 
-@pytest.mark.parametrize("how", ["by name", "by place"])
-def test_a_run_resumes_from_where_it_is_told(tmp_path: Path, tokenizer: Any, run: Any, how: str) -> None:
+def test_a_run_resumes_from_where_it_is_told(tmp_path: Path, tokenizer: Any, run: Any) -> None:
     plain = sft_trainer(tmp_path / "run", tokenizer, max_steps=4, save_strategy="steps", save_steps=2)
     plain.train()
     run()
@@ -108,11 +107,7 @@ def test_a_run_resumes_from_where_it_is_told(tmp_path: Path, tokenizer: Any, run
             first.append(state.global_step)
 
     trainer.add_callback(Watch())
-    checkpoint = str(tmp_path / "run" / "checkpoint-4")
-    {
-        "by name": lambda: trainer.train(resume_from_checkpoint=checkpoint),
-        "by place": lambda: trainer.train(checkpoint),
-    }[how]()
+    trainer.train(str(tmp_path / "run" / "checkpoint-4"))
     assert first == [4, 5]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import POISON_WORD, TEXTS, is_own, journal, quarantined, tiny_model
+from conftest import POISON_WORD, TEXTS, journal, quarantined, tiny_model
 from safetensors.torch import load_file
 
 
@@ -218,21 +218,6 @@ def test_two_ranks_are_both_healed(project: Path) -> None:
     result = call([*HEALED, "--", *torchrun, *ARGUMENTS])
     assert result.stdout.count("trained 4 SFTTrainer") == 2, result.stderr
     assert len({event["run"] for event in journal(Path("out"), "run_started")}) == 1
-
-
-def test_the_same_script_without_run_is_as_it_was(project: Path) -> None:
-    """Nothing of ours is left behind by a run, and a healthy run is bitwise the same with it."""
-    command = [sys.executable, "train it.py", *ARGUMENTS]
-    healed = call([*HEALED, "--", *command])
-    journal_of_the_run = journal(Path("out"))
-    Path("out").rename("healed")
-    plain = call(command)
-    assert plain.returncode == healed.returncode == 3, plain.stderr
-    assert (plain.stdout.splitlines()[-1], losses(plain)) == (healed.stdout.splitlines()[-1], losses(healed))
-    assert Path("out", "model.safetensors").read_bytes() == Path("healed", "model.safetensors").read_bytes()
-    assert journal_of_the_run
-    assert [path.name for path in Path("out").iterdir() if is_own(path.name)] == []
-    assert "self_healing" not in plain.stdout + plain.stderr
 
 
 # ---- signals ----

@@ -140,12 +140,11 @@ def test_a_preset_beside_a_recipe_is_an_error(started: dict[str, Any], tmp_path:
 @pytest.mark.parametrize(
     ("command", "code", "message"),
     [
-        (["nowhere-to-be-found"], 127, "There is no program 'nowhere-to-be-found' on the PATH"),
+        (["nowhere-to-be-found"], 127, "There is no program 'nowhere-to-be-found', neither on the PATH"),
         (["trl sft --config x.yaml"], 127, "Please leave out the quotes"),
-        (["./nowhere.sh"], 127, "There is no file ./nowhere.sh"),
         (["train.py", "--lr", "1"], 126, "Did you mean: self-healing run -- python train.py --lr 1"),
         (["./train.sh"], 126, "chmod +x ./train.sh"),
-        (["."], 126, ". is a directory"),
+        (["."], 126, ". is not an executable file"),
     ],
 )
 def test_a_program_there_is_not_ends_as_in_a_shell(

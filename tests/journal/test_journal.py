@@ -120,34 +120,25 @@ def test_callbacks_that_listen_are_told(tmp_path: Path, tokenizer: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("sink", ["journal", "quarantine", "listener", "batch"])
-def test_a_failing_sink_never_fails_the_training(
-    tmp_path: Path, tokenizer: Any, sink: str, caplog: pytest.LogCaptureFixture
+def test_failing_sinks_never_fail_the_training(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    class Listener(TrainerCallback):
+        def on_instability(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("pager is down")
+
+    for name in ("healing_events.jsonl", "quarantine.jsonl"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run" / "incidents").write_text("a file where a directory should be")
     texts = [f"{text} {POISON_WORD}" if index in (5, 17) else text for index, text in enumerate(TEXTS)]
-    more: list[TrainerCallback] = []
-    tmp_path.joinpath("run").mkdir()
-    if sink == "journal":
-        (tmp_path / "run" / "healing_events.jsonl").mkdir()
-    elif sink == "quarantine":
-        (tmp_path / "run" / "quarantine.jsonl").mkdir()
-    elif sink == "batch":
-        (tmp_path / "run" / "incidents").write_text("a file where a directory should be")
-    else:
-
-        class Listener(TrainerCallback):
-            def on_instability(self, *_: Any, **__: Any) -> None:
-                raise RuntimeError("pager is down")
-
-        more = [Listener()]
-    trainer = sft_trainer(
-        tmp_path / "run", tokenizer, texts=texts, max_steps=8, callbacks=[SelfHealingCallback(), *more]
-    )
+    callbacks = [SelfHealingCallback(), Listener()]
+    trainer = sft_trainer(tmp_path / "run", tokenizer, texts=texts, max_steps=8, callbacks=callbacks)
     fault = PoisonToken(trainer.model, tokenizer.convert_tokens_to_ids(POISON_WORD))
     trainer.train()
     assert fault.fired
     assert trainer.state.global_step == 8
-    assert "Traceback" in caplog.text
+    for told in ("healing_events.jsonl", "pager is down", "could not be written"):
+        assert told in caplog.text
 
 
 def test_the_report_from_disk_is_the_report_from_memory(tmp_path: Path, tokenizer: Any) -> None:

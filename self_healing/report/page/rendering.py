@@ -56,7 +56,11 @@ _STATES = {
     "unknown": ("calm", "Whether the run is still going is not known"),
 }
 _VERDICTS = {"good": "good", "look first": "warn", "do not use": "bad"}
-_ICON = {"good": "%2315803d", "bad": "%23b91c1c", "warn": "%23a84b05", "busy": "%231d4ed8", "calm": "%235b6473"}
+_COLOURS = {"good": "%2315803d", "bad": "%23b91c1c", "warn": "%23a84b05", "busy": "%231d4ed8", "calm": "%235b6473"}
+_ICON = (
+    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
+    "%3Ccircle cx='8' cy='8' r='7' fill='{}'/%3E%3C/svg%3E"
+)
 # Classes of colours, the worst last.
 _TONES = ("calm", "good", "busy", "warn", "bad")
 _OUTCOMES = {
@@ -114,7 +118,7 @@ def page_of(report: RunReport) -> str:
     page = environment.from_string(_text("page.html")).render(
         policy=_policy(uplot, script, style),
         title=f"{top['title']}: {name}",
-        icon=_icon(top["tone"]),
+        icon=_ICON.format(_COLOURS[top["tone"]]),
         style=Markup(style),
         script=Markup(script),
         uplot=Markup(uplot),
@@ -161,11 +165,6 @@ def _policy(uplot: str, script: str, style: str) -> str:
 
 def _hashed(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _icon(tone: str) -> str:
-    circle = f"%3Ccircle cx='8' cy='8' r='7' fill='{_ICON[tone]}'/%3E"
-    return f"data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E{circle}%3C/svg%3E"
 
 
 def _version() -> str:

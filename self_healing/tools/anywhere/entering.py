@@ -51,12 +51,8 @@ def way_in(
     if is_adopted(trainer):
         # Entered by a wrapper that the program has made itself.
         return as_it_is
-    try:
-        named = inspect.signature(plain).bind(trainer, *args, **kwargs).arguments
-    except TypeError:
-        # Calling it says what is wrong with it.
-        return as_it_is
-    named = dict(list(named.items())[1:])
+    _, *given = inspect.signature(plain).bind(trainer, *args, **kwargs).arguments.items()
+    named = dict(given)
     if named.get("trial") is not None:
         with speaking_of(trainer.args):
             logger.warning(

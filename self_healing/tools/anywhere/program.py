@@ -45,21 +45,17 @@ def find_program(command: Sequence[str]) -> str:
     found = shutil.which(name)
     if found is not None:
         return found
-    file = Path(name)
-    python = f" Did you mean: self-healing run -- python {shlex.join(command)}" if file.suffix == ".py" else ""
-    if file.is_dir():
-        raise ProgramError(f"{name} is a directory. Please name a program.", NOT_EXECUTABLE)
-    if file.is_file():
-        how = python or f" Please make it so, chmod +x {shlex.quote(name)}, and name it with its directory."
-        raise ProgramError(f"{name} is a file that is not executable.{how}", NOT_EXECUTABLE)
-    if os.sep in name or python:
-        raise ProgramError(f"There is no file {name} (working directory: {Path.cwd()}).", NOT_FOUND)
+    if Path(name).exists():
+        how = f"Please make it so (chmod +x {shlex.quote(name)}), and name it with its directory."
+        if name.endswith(".py"):
+            how = f"Did you mean: self-healing run -- python {shlex.join(command)}"
+        raise ProgramError(f"{name} is not an executable file. {how}", NOT_EXECUTABLE)
     advice = (
         "Please leave out the quotes: pass the program and each argument as separate words."
         if " " in name
         else "Is the environment active in which it is installed?"
     )
-    raise ProgramError(f"There is no program {name!r} on the PATH. {advice}", NOT_FOUND)
+    raise ProgramError(f"There is no program {name!r}, neither on the PATH nor in {Path.cwd()}. {advice}", NOT_FOUND)
 
 
 def python_of(program: str, arguments: Sequence[str]) -> list[str] | None:

@@ -95,12 +95,13 @@ class Chaos(TrainerCallback):
         callbacks.append(last_word)
         self._undo.callback(lambda: last_word in callbacks and callbacks.remove(last_word))
         self._model.attach(trainer, self._undo)
-        if self._schedule.has_at("data"):
+        places = {self._schedule.place_of(fault) for fault in self.faults}
+        if "data" in places:
             dataset = getattr(loader, "dataset", None)
             while isinstance(dataset, Proxy):
                 dataset = dataset.wrapped
             guard_dataset(self._schedule, dataset, self._undo)
-        if self._schedule.has_at("reward"):
+        if "reward" in places:
             guard_rewards(self._schedule, trainer, self._undo)
         if self._schedule.has("disk_full"):
             guard_saving(self._schedule, trainer, self._undo)

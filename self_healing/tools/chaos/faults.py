@@ -284,7 +284,11 @@ class Schedule:
     """Says which faults strike now, each known by its number. A strike is in the ledger before it strikes."""
 
     def __init__(self, faults: Sequence[Fault], seed: int, ledger: Ledger) -> None:
-        self.faults, self.keys = tuple(faults), _keys_of(faults)
+        self.faults = tuple(faults)
+        # A name for each fault by which a restarted process knows it again.
+        names = [str(fault) for fault in faults]
+        earlier = [names[:number].count(name) for number, name in enumerate(names)]
+        self.keys = [name if not n else f"{name} ({n + 1})" for name, n in zip(names, earlier, strict=True)]
         self.seed, self.ledger = seed, ledger
         self.rank = 0
         # None strikes before the steps are drawn.
@@ -328,11 +332,8 @@ class Schedule:
         """Whether one of these kinds was asked for."""
         return any(fault.kind in kinds for fault in self.faults)
 
-    def has_at(self, place: str) -> bool:
-        """Whether any fault strikes at a place."""
-        return any(self._place(fault) == place for fault in self.faults)
-
-    def _place(self, fault: Fault) -> str:
+    def place_of(self, fault: Fault) -> str:
+        """Where a fault strikes: `"data"`, `"reward"` or `"forward"`."""
         if fault.kind == "bad_sample":
             return "data"
         if "where" not in KINDS[fault.kind].parameters:
@@ -347,7 +348,7 @@ class Schedule:
             if fault.kind not in kinds or self.ranks[number] != self.rank or step < self.steps[number]:
                 continue
             fresh = KINDS[fault.kind].counts_calls or step > self._last[number]
-            if place in (None, self._place(fault)) and (
+            if place in (None, self.place_of(fault)) and (
                 fault.limit is None or (self.counts[number] < fault.limit and fresh)
             ):
                 yield number
@@ -370,10 +371,3 @@ class Schedule:
             yield result
         finally:
             self.ledger.write("effect", **about, effect=result.pop("effect"), detail=result)
-
-
-def _keys_of(faults: Sequence[Fault]) -> list[str]:
-    """A name for each fault by which a restarted process knows it again."""
-    names = [str(fault) for fault in faults]
-    earlier = [names[:number].count(name) for number, name in enumerate(names)]
-    return [name if not count else f"{name} ({count + 1})" for name, count in zip(names, earlier, strict=True)]

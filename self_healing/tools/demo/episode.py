@@ -74,13 +74,7 @@ class Task:
 def make_task(size: DemoSize, seed: int) -> Task:
     """Draws the rows, breaks one of them, and trains the tokenizer."""
     texts = stdlib_docstrings()
-    needed = size.steps * size.rows * _MICRO_BATCHES + size.held_out
-    if len(texts) < needed:
-        raise RuntimeError(
-            f"The demo needs {needed} docstrings and found {len(texts)} in Python's standard library. "
-            "Please run it with a Python that has the source of its standard library beside it."
-        )
-    chosen = random.Random(seed).sample(texts, needed)
+    chosen = random.Random(seed).sample(texts, size.steps * size.rows * _MICRO_BATCHES + size.held_out)
     held_out, training = chosen[: size.held_out], chosen[size.held_out :]
     steps = [size.steps * quarter // 4 for quarter in (1, 2, 3)]
     # In the second row of the first micro-batch of its step, or somewhat further on.

@@ -8,7 +8,6 @@ what they did not show is a failure of the demo. Torch and TRL are imported once
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import time
@@ -42,8 +41,6 @@ class DemoResult:
     """Outcome of the demo; `problems` are what should have been seen and was not."""
 
     problems: list[str] = field(default_factory=list)
-    held_out_loss: float = math.nan
-    twin_loss: float | None = None
 
 
 def fresh_run_dir(parent: str | os.PathLike[str] = "outputs") -> Path:
@@ -83,7 +80,7 @@ def run_demo(
     console.print(_contrast(runs))
     if not healing:
         console.print("The same faults with healing: [bold]self-healing demo[/]")
-        return DemoResult(held_out_loss=runs[PLAIN].held_out_loss)
+        return DemoResult()
     return _judge(runs[HEALED], runs[TWIN], Path(output_dir), console)
 
 
@@ -122,7 +119,7 @@ def _judge(healed: Episode, twin: Episode, directory: Path, console: Console) ->
     write_page(read_run(directory), directory / "report.html")
     console.print(f"Report: {directory / 'report.html'}", soft_wrap=True)
     console.print(f"Journal: {directory / EVENTS_FILE}", soft_wrap=True)
-    return DemoResult(problems, loss, twin_loss)
+    return DemoResult(problems)
 
 
 def _print_problems(problems: Sequence[str], console: Console) -> None:
