@@ -321,7 +321,7 @@ class MemoryHealer(Healer):
                 raise
             self._backup = None
             logger.warning(
-                "Step %d: there is no host memory for the copy that optimizer_step_backup=True makes before each "
+                "Step %d: there is no host memory for the copy that on_oom='backup' makes before each "
                 "step (%s). Training goes on without it.",
                 view.step,
                 error,
