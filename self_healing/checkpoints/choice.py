@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from transformers import TrainingArguments
@@ -23,7 +23,7 @@ from .marker import (
     speaks_for,
     standing_of,
 )
-from .vetting import ON_ONE_DISK, Readers, Verdict, breach_of_marker, vet
+from .vetting import Verdict, breach_of_marker, vet
 
 
 logger = logging.getLogger("self_healing")
@@ -55,7 +55,7 @@ def vet_all(output_dir: str | Path) -> list[Verdict]:
 
 
 def find_trusted_checkpoint(
-    output_dir: str | Path, passed_over: list[Verdict] | None = None, readers: Readers = ON_ONE_DISK
+    output_dir: str | Path, passed_over: list[Verdict] | None = None, ranks_here: Collection[int] | None = None
 ) -> str | None:
     """
     Finds the newest checkpoint of an output directory that can be resumed from.
@@ -65,19 +65,21 @@ def find_trusted_checkpoint(
             Of the run.
         passed_over (`list[Verdict]`, *optional*):
             Gets the verdicts on those that are newer, and cannot be.
-        readers ([`Readers`], *optional*):
-            The ranks that are to resume from it.
+        ranks_here (`Collection[int]`, *optional*):
+            The ranks that have their files on this disk, where machines have disks of their own.
 
     Returns:
         `str`: its path, or `None` if there is none.
     """
-    newest = _newest_usable(output_dir, [] if passed_over is None else passed_over, readers)
+    newest = _newest_usable(output_dir, [] if passed_over is None else passed_over, ranks_here)
     return None if newest is None else newest.path
 
 
-def _newest_usable(output_dir: str | Path, passed_over: list[Verdict], readers: Readers) -> Verdict | None:
+def _newest_usable(
+    output_dir: str | Path, passed_over: list[Verdict], ranks_here: Collection[int] | None
+) -> Verdict | None:
     # Vetting reads every byte: those older than the first whole one are not looked at.
-    return _first_whole((vet(checkpoint, readers) for checkpoint in checkpoints_in(output_dir)), passed_over)
+    return _first_whole((vet(checkpoint, ranks_here) for checkpoint in checkpoints_in(output_dir)), passed_over)
 
 
 def _first_whole(verdicts: Iterator[Verdict], passed_over: list[Verdict]) -> Verdict | None:
@@ -96,25 +98,27 @@ def resolve_checkpoint(
     requested: str | os.PathLike[str] | bool,
     output_dir: str | Path,
     passed_over: list[Verdict],
-    readers: Readers = ON_ONE_DISK,
+    ranks_here: Collection[int] | None = None,
 ) -> Verdict | None:
     """Finds the checkpoint that a request to resume means."""
     if requested is False:
         return None
     if requested is True or requested == "auto":
-        chosen = _newest_usable(output_dir, passed_over, readers)
+        chosen = _newest_usable(output_dir, passed_over, ranks_here)
         if chosen is None and requested is True:
             raise CheckpointError(_none_at_all(output_dir, passed_over))
         return chosen
-    verdict = vet(Path(requested), readers)
+    verdict = vet(Path(requested), ranks_here)
     if not verdict.usable:
         passed_over.append(verdict)
-        raise _refused(Path(requested), verdict.reason, output_dir, readers)
+        raise _refused(Path(requested), verdict.reason, output_dir, ranks_here)
     return verdict
 
 
-def _refused(requested: Path, reason: str, output_dir: str | Path, readers: Readers = ON_ONE_DISK) -> CheckpointError:
-    trusted = find_trusted_checkpoint(output_dir, readers=readers)
+def _refused(
+    requested: Path, reason: str, output_dir: str | Path, ranks_here: Collection[int] | None = None
+) -> CheckpointError:
+    trusted = find_trusted_checkpoint(output_dir, ranks_here=ranks_here)
     instead = (
         f"there is none in {output_dir} that can be resumed from"
         if trusted is None
@@ -169,7 +173,7 @@ def newest_verdict_of(
     output_dir: str,
     passed_over: list[Verdict],
     verified: bool = False,
-    readers: Readers = ON_ONE_DISK,
+    ranks_here: Collection[int] | None = None,
 ) -> Verdict | None:
     """Finds the same as [`newest_checkpoint_of`], with the verdicts on it and on those that are newer."""
 
@@ -179,7 +183,7 @@ def newest_verdict_of(
             if marker is None or marker["run"] != run:
                 continue
             if not verified or marker["standing"] == "verified":
-                yield vet(checkpoint, readers)
+                yield vet(checkpoint, ranks_here)
 
     return _first_whole(verdicts(), passed_over)
 

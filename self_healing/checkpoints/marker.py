@@ -55,12 +55,6 @@ def files_of(checkpoint: Path) -> list[Path]:
     return sorted(file for file in checkpoint.rglob("*") if file.is_file() and not file.name.startswith(MARKER_FILE))
 
 
-def share_files(one: Path, other: Path) -> bool:
-    """Whether two checkpoints are, in part at least, hard links to the same files."""
-    theirs = {(status.st_dev, status.st_ino) for status in (file.stat() for file in files_of(other))}
-    return any((status.st_dev, status.st_ino) in theirs for status in (file.stat() for file in files_of(one)))
-
-
 def crc32_of(file: Path) -> int:
     """Computes the checksum of a file, which is read once; other threads run meanwhile."""
     checksum = 0

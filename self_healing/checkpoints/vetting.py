@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,29 +51,16 @@ class Verdict:
     whole: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Readers:
-    """The ranks that are to resume from a checkpoint, where machines have disks of their own."""
-
-    here: Collection[int] | None = None
-    refused: Mapping[str, str] = field(default_factory=dict)
-
-
-ON_ONE_DISK = Readers()
-
-
-def vet(checkpoint: Path, readers: Readers = ON_ONE_DISK) -> Verdict:
+def vet(checkpoint: Path, ranks_here: Collection[int] | None = None) -> Verdict:
     """Looks at all that a resume would read: that it is there, whole, what was written, and finite. Never raises."""
     marker = load_marker(checkpoint)
     standing = "unmarked" if marker is None else str(marker["standing"])
     step = number_of(checkpoint)
     findings = Findings()
     try:
-        if str(checkpoint) in readers.refused:
-            raise Unusable(readers.refused[str(checkpoint)])
         _check_directory(checkpoint)
         step = finished_steps(checkpoint)
-        _examine(checkpoint, step, marker, readers, findings)
+        _examine(checkpoint, step, marker, ranks_here, findings)
     except Unusable as refusal:
         return Verdict(str(checkpoint), step, False, str(refusal), standing)
     except Exception as error:
@@ -88,24 +75,6 @@ def vet(checkpoint: Path, readers: Readers = ON_ONE_DISK) -> Verdict:
     whole = not findings.missing
     reason = "; ".join(["complete"] * whole + [*findings.notes, *findings.doubts])
     return Verdict(str(checkpoint), step, True, reason, standing, tuple(findings.doubts), whole)
-
-
-def why_not_here(checkpoint: Path) -> str | None:
-    """
-    Says whether the files that a resume reads are missing, by their names alone: for ranks that do not vet it, and may
-    have another disk than the one that does.
-    """
-    try:
-        _check_directory(checkpoint)
-        if not (checkpoint / STATE_FILE).is_file():
-            raise Unusable(f"{STATE_FILE} is missing")
-        _weight_files(checkpoint, Findings())
-        _optimizer_files(checkpoint)
-    except Unusable as refusal:
-        return str(refusal)
-    except Exception as error:
-        return in_short(error)
-    return None
 
 
 def vet_weights(checkpoint: Path) -> str | None:
@@ -148,12 +117,16 @@ def breach_of_marker(checkpoint: Path) -> str | None:
 
 
 def _examine(
-    checkpoint: Path, step: int, marker: Mapping[str, Any] | None, readers: Readers, findings: Findings
+    checkpoint: Path,
+    step: int,
+    marker: Mapping[str, Any] | None,
+    ranks_here: Collection[int] | None,
+    findings: Findings,
 ) -> None:
     """Looks at everything in a checkpoint; what is cheap to see comes first."""
     weights, optimizers = _weight_files(checkpoint, findings), _optimizer_files(checkpoint)
     ranks = processes.world_size() if marker is None else 1
-    _check_random_states(checkpoint, findings, ranks, readers.here)
+    _check_random_states(checkpoint, findings, ranks, ranks_here)
     if marker is not None:
         if marker["standing"] == "suspect":
             incident = f" (incident {marker['incident']})" if marker.get("incident") else ""

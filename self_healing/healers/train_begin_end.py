@@ -36,6 +36,7 @@ from ..run.record import new_run_id
 from ..run.run import REFUND_STEPS, Run
 from ..run.status import RunState
 from ..system import processes
+from ..system.files import remove_leftovers
 from ..system.processes import Process, log_safely
 from .assembly import load_state
 from .data.healer import SampleHealer
@@ -110,6 +111,8 @@ def _take_in(run: Run, rules: Sequence[MetricRule], resumed_from: str | None, sa
     state = run.trainer.state
     step = int(state.global_step)
     if not attempts.entries:
+        if run.trainer.args.process_index == 0:
+            remove_leftovers(run.trainer.args.output_dir)
         if not attempts.taken_up:
             run.journal.set_aside_postmortem()
         numerics.begin_watching(instrument, rules)

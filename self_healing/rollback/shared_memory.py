@@ -154,21 +154,13 @@ class StateUnusable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class AtTheEnd:
-    """What the other ranks have to know of the state that a process leaves when it ends."""
-
-    owed: str = ""
-    weights: str = ""
-    finished_alone: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class StateFacts:
     """The beginning of the file: whose state it is."""
 
     run: str
     step: int
-    left: AtTheEnd
+    # What the run owes beside it, in words that all ranks compare.
+    owed: str
     # Of the block that its tensors lie in.
     block: str
     checksum: int
@@ -335,7 +327,6 @@ def _described(tensor: torch.Tensor) -> str:
 _SHARE = 0.9
 # As many as the ring holds beside the state a run began with: two that are trusted, and one that is not yet.
 _STATES = 3
-_TAKEN_ON_THE_WAY = AtTheEnd()
 
 
 class SharedStates:
@@ -415,21 +406,21 @@ class SharedStates:
         snapshot: Snapshot,
         live: LiveState,
         record: Callable[[], ResumeRecord],
-        left: AtTheEnd = _TAKEN_ON_THE_WAY,
+        owed: str = "",
     ) -> None:
         """Writes down what belongs to a snapshot, whose copy may still be under way."""
         self._prepared, began = None, time.perf_counter()
         if not self._open:
             return
         try:
-            self._write_down(snapshot, live, record(), left)
+            self._write_down(snapshot, live, record(), owed)
             if not snapshot.under_way:
                 self.store()
         except Exception as error:
             self._give_up(error)
         snapshot.seconds += time.perf_counter() - began
 
-    def _write_down(self, snapshot: Snapshot, live: LiveState, record: ResumeRecord, left: AtTheEnd) -> None:
+    def _write_down(self, snapshot: Snapshot, live: LiveState, record: ResumeRecord, owed: str) -> None:
         block = snapshot.block
         if block is None or block.file is None:
             raise NotStorable("it lies in memory of this process alone")
@@ -447,7 +438,7 @@ class SharedStates:
         )
         frozen = sum_of_all(live.frozen, record.running_loss.device)
         body = file.getvalue()
-        facts = StateFacts(self._run, record.step, left, block.file.name, zlib.crc32(body))
+        facts = StateFacts(self._run, record.step, owed, block.file.name, zlib.crc32(body))
         self._prepared = snapshot, facts, body, record.running_loss, frozen
 
     def store(self) -> None:

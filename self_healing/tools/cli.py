@@ -522,7 +522,9 @@ def show_rules(
 
     console = Console(highlight=False)
     picture = Table(show_lines=True, expand=True)
-    for title, share in (("rule, metric", 5), ("healthy", 3), ("red flag", 4), ("remedy", 7)):
+    # In a narrow terminal the remedies would break the names of the rules.
+    shown = (("rule, metric", 5), ("healthy", 3), ("red flag", 4), ("remedy", 7))[: 4 if console.width >= 120 else 3]
+    for title, share in shown:
         picture.add_column(title, ratio=share, overflow="fold")
     picture.add_column("then", width=8)
     for rule in rules_for(table, objective) if objective is not None else [rule for rule in table if rule.enabled]:
@@ -531,8 +533,8 @@ def show_rules(
             name.append(f"\n{', '.join(rule.objectives)}", "dim")
         lasting = f"{rule.steps} steps, {rule.observations} logs" if rule.steps > 1 else f"{rule.observations} logs"
         red_flag = Text(f"{rule.describe()}; for {lasting}")
-        then = Text(f"{rule.severity}\n{rule.action}")
-        picture.add_row(name, Text(rule.healthy), red_flag, Text(rule.remedy), then)
+        cells = (name, Text(rule.healthy), red_flag, Text(rule.remedy))[: len(shown)]
+        picture.add_row(*cells, Text(f"{rule.severity}\n{rule.action}"))
     console.print(picture)
 
 

@@ -19,13 +19,12 @@ from typer.testing import CliRunner, Result
 
 from self_healing import SelfHealingCallback
 from self_healing.checkpoints.choice import (
-    CheckpointError,
     find_trusted_checkpoint,
     resolve_checkpoint,
     vet_all,
 )
 from self_healing.checkpoints.marker import set_standing
-from self_healing.checkpoints.vetting import Readers, Verdict, vet
+from self_healing.checkpoints.vetting import Verdict, vet
 from self_healing.tools.cli import app
 
 
@@ -438,20 +437,11 @@ def test_parts_of_ranks_with_disks_of_their_own_are_not_missed(
     plain: Path, ranks: tuple[int, ...], here: int, whole: bool
 ) -> None:
     by_ranks(plain / "checkpoint-4", *ranks)
-    assert vet(plain / "checkpoint-4", readers=Readers(range(here))).whole is whole
+    assert vet(plain / "checkpoint-4", ranks_here=range(here)).whole is whole
     passed_over: list[Verdict] = []
-    chosen = resolve_checkpoint("auto", plain, passed_over, readers=Readers(range(here)))
+    chosen = resolve_checkpoint("auto", plain, passed_over, ranks_here=range(here))
     assert chosen is not None
     assert (chosen.step == 4, not passed_over) == (whole, whole)
-
-
-def test_one_that_another_rank_cannot_read_is_passed_over_without_being_read(plain: Path) -> None:
-    newest, passed_over = str(plain / "checkpoint-4"), list[Verdict]()
-    readers = Readers(refused={newest: "rank 1 cannot read it (does not exist)"})
-    chosen = resolve_checkpoint("auto", plain, passed_over, readers=readers)
-    assert (chosen and chosen.step, [verdict.path for verdict in passed_over]) == (2, [newest])
-    with pytest.raises(CheckpointError, match=r"rank 1 cannot read it .*resume_from_checkpoint='.*checkpoint-2'"):
-        resolve_checkpoint(newest, plain, passed_over, readers=readers)
 
 
 # ---- the marker ----

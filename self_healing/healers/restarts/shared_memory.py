@@ -23,7 +23,6 @@ from ...ranks import votes
 from ...rollback.host_memory import size_of
 from ...rollback.shared_memory import (
     SUFFIX,
-    AtTheEnd,
     StateFacts,
     StateUnusable,
     StoredState,
@@ -111,7 +110,7 @@ def _open(output_dir: str, step: SharedStep, rank: int, device: torch.device) ->
 
 
 def _shared(facts: StateFacts) -> SharedStep:
-    return SharedStep(facts.step, facts.run, facts.left.owed)
+    return SharedStep(facts.step, facts.run, facts.owed)
 
 
 def newest_beyond(steps: Sequence[SharedStep], run: str, step: int) -> SharedStep | None:
@@ -168,7 +167,7 @@ class LastStep:
         point = instrument.reentry.rewind_to_last_step()
         if point is None:
             return None
-        left = AtTheEnd(point.pending.collectives(instrument.trainer))
+        owed = point.pending.collectives(instrument.trainer)
 
         def record() -> ResumeRecord:
             return ResumeRecord.of(instrument.trainer, instrument.ledger, point.bookkeeping.rng, point.pending)
@@ -181,7 +180,7 @@ class LastStep:
             return None
         # Held, or its memory would be given back.
         rollback.ring.left = snapshot
-        shared.prepare(snapshot, live, record, left)
+        shared.prepare(snapshot, live, record, owed)
         return instrument.view.step if snapshot.stored is not None else None
 
 

@@ -21,7 +21,7 @@ from ...checkpoints.choice import (
 )
 from ...checkpoints.deepspeed import why_of_another_job
 from ...checkpoints.marker import checkpoints_in, number_of, numbered, read_marker, standing_of
-from ...checkpoints.vetting import Readers, Verdict
+from ...checkpoints.vetting import Verdict
 from ...config.healing_config import HealingConfig
 from ...hf.trainer_state import loads_more
 from ...hf.view import zero_job_of
@@ -165,11 +165,11 @@ def _look_for_start(search: _Search, passed_over: list[Verdict]) -> Start:
         shared = newest_beyond(in_memory, record.run, _newest_complete_step(output_dir))
         if shared is not None:
             return replace(start_of(None, shared.step, record, launch, taken_up, requested), shared=shared)
-        chosen = newest_verdict_of(record.run, output_dir, passed_over=passed_over, readers=Readers(here))
+        chosen = newest_verdict_of(record.run, output_dir, passed_over=passed_over, ranks_here=here)
     if chosen is None and requested is not None:
         # Of a run that is taken up, and was killed before its first checkpoint: what it had been asked for.
         wanted = "auto" if requested is True and taken_up else requested
-        chosen = resolve_checkpoint(wanted, output_dir, passed_over, Readers(here))
+        chosen = resolve_checkpoint(wanted, output_dir, passed_over, here)
     if chosen is None:
         return start_of(None, 0, record, launch, taken_up, requested)
     if (refusal := refusal_of_another_job(chosen.path, search.trainer)) is not None:
