@@ -349,7 +349,8 @@ def test_a_dataset_may_give_several_samples_as_a_generator(tmp_path: Path) -> No
 
 
 def test_a_loader_of_a_kind_of_its_own_is_left_alone() -> None:
-    trainer = SimpleNamespace(callback_handler=SimpleNamespace(train_dataloader=[{"input_ids": torch.ones(1, 2)}]))
+    handler = SimpleNamespace(train_dataloader=[{"input_ids": torch.ones(1, 2)}])
+    trainer = SimpleNamespace(callback_handler=handler, _train_batch_size=1)
     assert TrainingLoader(trainer).dataset is None
 
 

@@ -290,6 +290,11 @@ def go_on_from_disk(run: Run, checkpoint: str | None, why: StateUnusable) -> Non
 def _refuse(run: Run, start: Start, refused: Refusal) -> NoReturn:
     """Ends a run that is not tried once more; the postmortem speaks of all its attempts and all its processes."""
     journal, attempts = run.journal, run.part(Attempts)
+    others = journal.errors_of_other_ranks(start.step) if refused.postmortem is None else []
+    told = "".join(
+        f"; rank {other['rank']} at step {other['step']}: {other['error']['type']}: {other['error']['message']}"
+        for other in others
+    )
     still_open = [incident for incident in journal.incidents if incident.outcome == "open"]
     if still_open:
         run.numerics.close_as_fatal(still_open[-1])
@@ -298,7 +303,7 @@ def _refuse(run: Run, start: Start, refused: Refusal) -> NoReturn:
         refused.postmortem = str(run.directory / POSTMORTEM_FILE)
     elif refused.postmortem is None:
         refused.postmortem = journal.write_postmortem(
-            refused.verdict,
+            refused.verdict + told,
             FailureType.PROCESS_DIED,
             refused.step,
             None,
@@ -306,12 +311,12 @@ def _refuse(run: Run, start: Start, refused: Refusal) -> NoReturn:
             None,
             advice=refused.advice,
             older_checkpoint=start.checkpoint,
-            other_ranks=journal.errors_of_other_ranks(start.step),
+            other_ranks=others,
         )
     attempts.postmortem = refused.postmortem
-    attempts.end(Ending.GAVE_UP, refused.why or refused.verdict)
+    attempts.end(Ending.GAVE_UP, refused.why or refused.verdict + told)
     raise UnrecoverableTrainingError(
-        f"Training is not started again: {refused.verdict}. What to do: {refused.advice} "
+        f"Training is not started again: {refused.verdict}{told}. What to do: {refused.advice} "
         f"Postmortem: {refused.postmortem or 'could not be written'}.",
         failure=FailureType.PROCESS_DIED,
         postmortem=refused.postmortem,
