@@ -37,13 +37,13 @@ from .healers.oom.healer import MemoryOutsideOfModel
 from .healers.restarts.attempts import Attempts, go_on_from_disk, take_up
 from .healers.restarts.emergency import publish, save_emergency_checkpoint
 from .healers.restarts.ending import (
-    RunEnding,
+    Shutdown,
     ending_the_job,
+    keep_snapshots_after_exit,
     leave_snapshots,
-    let_snapshots_outlive,
 )
 from .healers.restarts.preemption import Preemption
-from .healers.restarts.shared_memory import LastStep
+from .healers.restarts.shared_memory import FinalSnapshot
 from .healers.restarts.start import (
     Start,
     find_start,
@@ -57,7 +57,7 @@ from .healers.services import Reporting
 from .healers.train_begin_end import tell_end
 from .hf.dataloader import end_workers_that_failed
 from .hf.deepspeed import can_be_entered_again, have_engine_made_again, let_go_of_engine
-from .hf.memory import let_go
+from .hf.memory import release_frames
 from .hf.patching import entry_hooks_removed_on_exception, remove_progress_bars
 from .hf.services import ReportingGuard
 from .journal.incident import Incident
@@ -219,10 +219,10 @@ class SelfHealingTrainer:
         except BaseException as error:
             left_by = error
             run.part(HangWatch).left_by(error)
-            run.part(RunEnding).note_exception(error)
+            run.part(Shutdown).note_exception(error)
             raise
         else:
-            run.part(RunEnding).finish()
+            run.part(Shutdown).finish()
         finally:
             args.eval_on_start, args.ignore_data_skip = theirs
             for leave in (
@@ -238,7 +238,7 @@ class SelfHealingTrainer:
                 partial(tell_end, run, left_by),
             ):
                 _contained(leave)
-            if run.part(RunEnding).ends_process:
+            if run.part(Shutdown).ends_process:
                 end_at_once(EXIT_FOR_RESTART)
         return output
 
@@ -273,7 +273,7 @@ class SelfHealingTrainer:
         record = start.record or RunRecord(Path(args.output_dir), run.run_id)
         run.part(Attempts).keep(record, taken_up=start.record is not None)
         run.part(Attempts).memory = start.memory
-        _contained(partial(let_snapshots_outlive, run))
+        _contained(partial(keep_snapshots_after_exit, run))
         if args.process_index == 0:
             note_start(run.journal, start, args.output_dir)
         return run, start
@@ -302,7 +302,7 @@ class SelfHealingTrainer:
                 entry = recovery.decide(error, resume_from)
                 if entry is None and recovery.cause is error:
                     raise
-                let_go(error)
+                release_frames(error)
             if entry is None:
                 assert recovery.cause is not None
                 # Outside the handler, which would put another exception in the place of what it came from.
@@ -464,7 +464,7 @@ class Recovery:
         self.cause: BaseException | None = None
         self._trainer = trainer
         self._config = run.config
-        self._ending = run.part(RunEnding)
+        self._ending = run.part(Shutdown)
         self._outside_of_model = MemoryOutsideOfModel(run, trainer)
         self._entered_in_vain = False
         self._can_enter_again = can_be_entered_again(trainer)
@@ -550,7 +550,7 @@ class Recovery:
     def _leave_last_step(self) -> None:
         """The job ends, and is perhaps started again: each of its ranks then goes on from what it has left."""
         if self.run.attached is not None:
-            self.run.part(LastStep).leave(self.run.attached)
+            self.run.part(FinalSnapshot).leave(self.run.attached)
 
     def _first_claim(self, error: BaseException) -> Claim | None:
         """Asks those inside `train()` in a fixed order; what else one of them was waiting for has not come."""

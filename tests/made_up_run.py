@@ -17,7 +17,7 @@ from self_healing.hf.patching import Replacements
 from self_healing.journal.journal import Journal
 from self_healing.run.healer import Healers, HealingContext
 from self_healing.run.incidents import Outcomes
-from self_healing.run.run import News, RecoveryBudget, Run
+from self_healing.run.run import RankNotices, RecoveryBudget, Run
 
 
 class MadeUpWindow:
@@ -114,7 +114,7 @@ class MadeUpRun:
         self.attached = self.instrument
         self.healers = Healers(())
         self.stop_incident: Incident | None = None
-        self.news = News()
+        self.news = RankNotices()
         self.may_enter_again = False
         self.asked_to_leave = None
 

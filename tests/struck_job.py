@@ -28,7 +28,7 @@ from transformers import TrainerCallback, set_seed
 from two_processes import digest_of
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.hf.state import innermost
+from self_healing.hf.state import unwrap_optimizer
 
 
 # A checkpoint every so many steps; the fault comes when so many are finished, or while a checkpoint is evaluated or
@@ -92,7 +92,7 @@ def no_room_to_step(trainer: Any, strike: Callable[[str], None], call: int) -> N
 
     class NoRoom(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            inner = innermost(kwargs["optimizer"])
+            inner = unwrap_optimizer(kwargs["optimizer"])
             original, calls = inner.step, 0
 
             def step(*args: Any, **kwargs: Any) -> Any:

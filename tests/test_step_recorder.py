@@ -11,7 +11,7 @@ from conftest import OutputFault, journal, losses, sft_trainer
 from transformers import TrainerCallback
 
 from self_healing import FailureType, HealingConfig, SelfHealingCallback
-from self_healing.healers.restarts.ending import RunEnding
+from self_healing.healers.restarts.ending import Shutdown
 from self_healing.healers.restarts.preemption import Preemption
 from self_healing.journal.step_log import StepLog, StepRow, read_step_log
 from self_healing.ranks.messages import Failure
@@ -60,7 +60,7 @@ def test_a_process_that_is_ended_from_the_inside_leaves_its_last_steps(
             if state.global_step == 4:
                 failure = Failure(1, 4, FailureType.USER_CODE, "ValueError: only there")
                 if ends == "with another rank":
-                    healing.run.part(RunEnding).end_process(str(failure), failure, 75)
+                    healing.run.part(Shutdown).end_process(str(failure), failure, 75)
                 else:
                     healing.run.part(Preemption).end_at_the_deadline("SIGTERM")
                 rows.extend(steps_of(tmp_path))

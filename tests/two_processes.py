@@ -47,7 +47,7 @@ from self_healing import (
 )
 from self_healing.checkpoints.choice import CheckpointError
 from self_healing.healers.numerics import replicas
-from self_healing.hf.state import innermost, local
+from self_healing.hf.state import local, unwrap_optimizer
 from self_healing.ranks import votes
 
 
@@ -440,7 +440,7 @@ class BitFlip(TrainerCallback):
         self.fired += 1
         weights = [weight for name, weight in model.named_parameters() if self.named in name and weight.requires_grad]
         if self.moment:
-            moments = innermost(kwargs["optimizer"]).state
+            moments = unwrap_optimizer(kwargs["optimizer"]).state
             weights = [moments[weight]["exp_avg"] for weight in weights]
         # The part of this rank, where they are sharded.
         weights = [local(weight.data) for weight in weights]

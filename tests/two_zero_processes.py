@@ -40,7 +40,7 @@ from two_sharded_processes import PoisonGradient, inside
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.checkpoints.choice import vet_all
 from self_healing.failures.recipes import UnrecoverableTrainingError
-from self_healing.hf.state import innermost
+from self_healing.hf.state import unwrap_optimizer
 
 
 # Of a micro-batch, and what one rank has memory for.
@@ -279,7 +279,7 @@ class UpdatedAt(TrainerCallback):
         trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        inner = innermost(kwargs["optimizer"])
+        inner = unwrap_optimizer(kwargs["optimizer"])
         inner.register_step_post_hook(lambda *_: self.fired.append([group["lr"] for group in inner.param_groups]))
 
 

@@ -19,7 +19,7 @@ from ..system.files import BESIDE_DIR, EMERGENCY_DIR, MARKER_FILE, PINNED_DIR, S
 
 logger = logging.getLogger(__name__)
 
-Standing = Literal["unverified", "verified", "suspect"]
+TrustLevel = Literal["unverified", "verified", "suspect"]
 
 MARKER_SCHEMA = 1
 # By name of the file, for those whose checksum is known.
@@ -101,7 +101,7 @@ def write_marker(
     step: int,
     bookkeeping: dict[str, Any],
     emergency: bool,
-    standing: Standing = "unverified",
+    standing: TrustLevel = "unverified",
     finite: bool | None = None,
     later: ChecksumQueue | None = None,
 ) -> None:
@@ -193,7 +193,7 @@ def _replace_marker(checkpoint: Path, content: dict[str, Any]) -> None:
         replace_file(checkpoint / MARKER_FILE, json.dumps(content), make_directory=False)
 
 
-def set_standing(checkpoint: Path, standing: Standing, incident: str | None = None) -> None:
+def set_standing(checkpoint: Path, standing: TrustLevel, incident: str | None = None) -> None:
     """Changes the standing of a checkpoint; a suspect one names the incident that made it so."""
 
     def change(content: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from ..system import processes
 from ..system.files import MARKER_FILE, PINNED_DIR, STATE_FILE
 from .choice import newest_checkpoint_of
 from .marker import (
-    Standing,
+    TrustLevel,
     files_of,
     load_marker,
     number_of,
@@ -50,7 +50,7 @@ class _Followed:
     """A checkpoint of this run, and what is known about it."""
 
     path: Path
-    standing: Standing
+    standing: TrustLevel
     finite: bool
     pinned: bool
 
@@ -142,7 +142,7 @@ class RunCheckpoints:
             return
         if finite is None:
             finite = marker["finite"] is True
-        standing: Standing = marker["standing"] if finite or marker["standing"] == "suspect" else "unverified"
+        standing: TrustLevel = marker["standing"] if finite or marker["standing"] == "suspect" else "unverified"
         pinned = theirs is not None and (marker["run"], marker["time"]) == (theirs["run"], theirs["time"])
         self._followed[step] = _Followed(checkpoint, standing, finite, pinned)
         if self._pending == step and not pinned:
@@ -214,7 +214,7 @@ class RunCheckpoints:
         followed = self._followed.items()
         return [number for number, each in followed if each.standing == "unverified" and each.finite]
 
-    def _mark(self, number: int, standing: Standing, incident: str | None = None) -> None:
+    def _mark(self, number: int, standing: TrustLevel, incident: str | None = None) -> None:
         followed = self._followed[number]
         followed.standing = standing
         for place in {followed.path, self._pin_of(number)} if followed.pinned else {followed.path}:

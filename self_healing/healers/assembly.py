@@ -28,9 +28,9 @@ from .numerics.remedies import NumericsRemedies
 from .numerics.state import NumericsState
 from .oom.sizes import MemoryState
 from .restarts.attempts import Attempts
-from .restarts.ending import RunEnding
+from .restarts.ending import Shutdown
 from .restarts.preemption import Preemption
-from .restarts.shared_memory import LastStep
+from .restarts.shared_memory import FinalSnapshot
 from .saves import SaveHealer
 
 
@@ -72,9 +72,9 @@ def assemble(
     quarantine = Quarantine(directory, config.quarantine_text, run.news)
     journal.tell = partial(run.news.tell, "incident")
     run.news.on("incident", journal.take_in)
-    run.add(run.numerics, memory, quarantine, Attempts(run), LastStep(run), SaveHealer(run))
+    run.add(run.numerics, memory, quarantine, Attempts(run), FinalSnapshot(run), SaveHealer(run))
     run.add(Preemption(run))
-    ending = RunEnding(run)
+    ending = Shutdown(run)
     run.add(ending, HangWatch(run, ending))
     for remedies in (NumericsRemedies(run), memory, quarantine, ending):
         run.remedies.offer(remedies.table())

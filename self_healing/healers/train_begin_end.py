@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint, refuse_unwritable
-from ..checkpoints.marker import Standing, healing_state_of, write_marker
+from ..checkpoints.marker import TrustLevel, healing_state_of, write_marker
 from ..checkpoints.vetting import vet_weights
 from ..failures.classify import describe_exception
 from ..failures.recipes import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
@@ -48,9 +48,9 @@ from .numerics.state import NumericsState
 from .oom.healer import MemoryHealer
 from .restarts.attempts import Attempts, continue_bookkeeping
 from .restarts.emergency import bookkeeping_now, leave_evaluation
-from .restarts.ending import RunEnding, switch_off_next_time
+from .restarts.ending import Shutdown, switch_off_next_time
 from .restarts.preemption import Preemption
-from .restarts.shared_memory import LastStep
+from .restarts.shared_memory import FinalSnapshot
 from .saves import SaveHealer
 from .services import Reporting, ServiceCalls
 from .step_recorder import StepRecorder
@@ -182,7 +182,7 @@ def _go_on(run: Run, first: bool, resumed_from: str | None, finite: bool) -> Non
     if resumed_from is not None and first:
         warn_about_the_rate(instrument, on_disk)
     run.rollback.begin(instrument, not numerics.warm, on_disk, finite)
-    run.part(LastStep).left = False
+    run.part(FinalSnapshot).left = False
     if instrument.view.only_watched is not None:
         logger.warning("%s; steps are watched, but not healed.", instrument.view.only_watched)
 
@@ -632,7 +632,7 @@ class RunEvents(Healer):
     def device_lost(self, error: BaseException) -> None:
         # First, so that the postmortem has the ranks in it.
         self._run.part(HangWatch).left_by(error)
-        self._run.part(RunEnding).note_lost_device(error)
+        self._run.part(Shutdown).note_lost_device(error)
 
     def left_by(self, error: BaseException) -> None:
         run, status = self._run, self._run.part(Attempts).status
@@ -661,7 +661,7 @@ def _mark_as_complete(run: Run, instrument: Instrument, checkpoint: Path, step: 
     exported, checkpoints = bookkeeping_now(instrument), run.rollback.checkpoints
     save_generated(instrument.trainer, checkpoint)
     finite = checkpoints.finite_at(step)
-    standing: Standing = "suspect" if finite is False else "unverified"
+    standing: TrustLevel = "suspect" if finite is False else "unverified"
     write_marker(
         checkpoint,
         run.run_id,

@@ -20,10 +20,10 @@ from .engine import StepEngine
 from .hooks import Failsafe, Hooks
 from .memory import OutOfMemory, is_out_of_memory
 from .objective import objective_of
-from .oom import ActivationCheckpointing, MemoryRetry, OneRankRetry
+from .oom import ActivationCheckpointing, OneRankRetry, OomRetry
 from .optimizer import OptimizerStep, Rates
 from .patching import Interception, Replacements
-from .reentry import Leaving, Reentry
+from .reentry import EarlyStop, Reentry
 from .saving import SaveSchedule
 from .sections import Heartbeat, Phase
 from .step import Window, tell_of_failure
@@ -59,13 +59,13 @@ class Instrument:
         self.reentry = Reentry(trainer, self.ledger, self.position)
         self.failsafe = Failsafe(trainer, hooks, self.replaced, self.detach)
         self.heartbeat = heartbeat or Heartbeat()
-        self.retry = MemoryRetry(self)
+        self.retry = OomRetry(self)
         self.one_rank = OneRankRetry(self)
         self.rates = Rates(self)
         self.call = TrainingCall(self)
         self.engine: StepEngine = self._kind_of_engine(self)
         self.optimizer_step = OptimizerStep(self)
-        self.leaving = Leaving(self)
+        self.leaving = EarlyStop(self)
         self.saves = SaveSchedule(self)
         self.window: Window | None = None
         self.activation_checkpointing = ActivationCheckpointing(self.trainer.model)
@@ -483,7 +483,7 @@ class Instrument:
         if self.objective.online and self.leaves_out_nonfinite:
             # Rows are generated for an evaluation as well, and it has no loss that could be left out.
             with self.failsafe.contained(), self.failsafe.together():
-                self.hooks.vouch_for_state()
+                self.hooks.verify_state()
         return original(*args, **kwargs)
 
     def _on_epoch_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

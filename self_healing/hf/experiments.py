@@ -225,7 +225,7 @@ class StepExperiments:
 # ---- earlier steps ----
 
 
-class EarlierSteps:
+class StepReplayer:
     """Runs steps that were kept, between the backward of the step that is judged and its `optimizer.step()`."""
 
     def __init__(self, window: Window) -> None:

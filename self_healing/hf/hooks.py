@@ -89,7 +89,7 @@ class Hooks:
     def checkpoint_waits(self) -> None:
         """Called when a checkpoint that is due is not written, because checkpoints have to wait."""
 
-    def vouch_for_state(self) -> None:
+    def verify_state(self) -> None:
         """
         Called between two steps, before the Trainer writes a checkpoint of its schedule, and before an evaluation that
         generates: looks at the state, and heals it.

@@ -110,7 +110,7 @@ def caught(error: Exception, device: torch.device, place: Place | None = None) -
     raised_in = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "unknown"
     requested = None if asked is None else int(float(asked.group(1)) * _UNITS[asked.group(2)])
     found = OutOfMemory(place, error, requested, figures, raised_in)
-    let_go(error)
+    release_frames(error)
     return found
 
 
@@ -134,7 +134,7 @@ def _generates(frame: FrameType) -> bool:
     return isinstance(owner, type) and issubclass(owner, (torch.nn.Module, GenerationMixin, Trainer))
 
 
-def let_go(error: BaseException | None) -> None:
+def release_frames(error: BaseException | None) -> None:
     """
     Clears the frames of an exception and of those it came from, which keep what failed alive as long as the exception
     is: a handler that collects log records keeps it.
@@ -146,14 +146,16 @@ def let_go(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def with_room(compute: Callable[[], _T], device: torch.device, give_up: Callable[[], None] | None = None) -> _T:
+def retry_after_freeing(
+    compute: Callable[[], _T], device: torch.device, give_up: Callable[[], None] | None = None
+) -> _T:
     """Computes something; where memory runs out in it, frees memory and begins once more."""
     try:
         return compute()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        let_go(error)
+        release_frames(error)
     # Outside of the handler: what the failed attempt held is gone.
     if give_up is not None:
         give_up()

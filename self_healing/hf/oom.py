@@ -22,10 +22,10 @@ from .batches import preparing
 from .deepspeed import Zero, zero_of
 from .engine import THROUGH
 from .hooks import Failsafe, Hooks
-from .memory import OutOfMemory, Place, caught, free_memory, is_out_of_memory, let_go
+from .memory import OutOfMemory, Place, caught, free_memory, is_out_of_memory, release_frames
 from .patching import Replacements
 from .sections import Heartbeat
-from .state import innermost
+from .state import unwrap_optimizer
 from .step import Window
 from .trainer_state import Bookkeeper, Bookkeeping
 from .view import TrainerView
@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 _COMPUTING_SECONDS = 20.0
 
 
-class MemoryRetry:
+class OomRetry:
     """Has memory freed where it ran out, and computes again what failed."""
 
     def __init__(self, instrument: Any) -> None:
@@ -126,7 +126,7 @@ class MemoryRetry:
             return False
         if is_out_of_memory(error) and not self._hooks.heals_memory:
             # Nothing is to be done where training runs out of memory; but this is none of what it computes.
-            let_go(error)
+            release_frames(error)
             free_memory(self._view.device)
             return True
         lasting = (FailureType.OUT_OF_MEMORY, FailureType.DEVICE, FailureType.PROCESS_DIED)
@@ -429,7 +429,7 @@ class UpdateOneByOne:
 
     def switch_on(self) -> bool:
         """Switches it on; whether that changed anything."""
-        for group in getattr(innermost(self._optimizer), "param_groups", []):
+        for group in getattr(unwrap_optimizer(self._optimizer), "param_groups", []):
             if "foreach" in group and group["foreach"] is not False and not group.get("fused"):
                 self._before.append((group, group["foreach"]))
                 group["foreach"] = False

@@ -12,10 +12,10 @@ from ..ranks import votes
 from ..system import processes
 from .deepspeed import engine_of
 from .hooks import Failsafe, Hooks
-from .oom import MemoryRetry, UpdateOneByOne
+from .oom import OomRetry, UpdateOneByOne
 from .reentry import Reentry
 from .sections import Phase
-from .state import innermost
+from .state import unwrap_optimizer
 from .step import Window
 from .view import TrainerView
 
@@ -31,7 +31,7 @@ class OptimizerStep:
         self._instrument = instrument
         self._hooks: Hooks = instrument.hooks
         self._failsafe: Failsafe = instrument.failsafe
-        self._retry: MemoryRetry = instrument.retry
+        self._retry: OomRetry = instrument.retry
         self._rates: Rates = instrument.rates
         self._reentry: Reentry = instrument.reentry
         # DeepSpeed's uses up the gradient, and is left half-way with the groups of one partition.
@@ -40,7 +40,7 @@ class OptimizerStep:
         self._ends_with_the_optimizer = self.can_be_taken_again
         self._mark = StepMark(trainer.optimizer)
         self.one_by_one = UpdateOneByOne(trainer.optimizer)
-        inner = innermost(trainer.optimizer)
+        inner = unwrap_optimizer(trainer.optimizer)
         self._optimizer = inner if isinstance(inner, torch.optim.Optimizer) else None
         self._handles: list[Any] = []
         self._begun = votes.Collectives().begun
@@ -171,7 +171,7 @@ class Rates:
         Puts rates in place whenever the optimizer updates weights, and for nothing else of the step: DeepSpeed moves
         its schedule on in it, and calls the optimizer once for each group.
         """
-        inner, groups = innermost(self._trainer.optimizer), list(self._trainer.optimizer.param_groups)
+        inner, groups = unwrap_optimizer(self._trainer.optimizer), list(self._trainer.optimizer.param_groups)
         with contextlib.ExitStack() as update:
             # Of all groups: under ZeRO-1 and 2 the optimizer has only the one that is updated meanwhile.
             before = inner.register_step_pre_hook(lambda *_: update.enter_context(_in_place(rates, groups)))
@@ -219,7 +219,7 @@ class StepMark:
     """Notes the versions of the parameters before the step in which the optimizer makes its state, the first one."""
 
     def __init__(self, optimizer: Any) -> None:
-        inner = innermost(optimizer)
+        inner = unwrap_optimizer(optimizer)
         counted = type(inner).__module__.partition(".")[0] in _COUNTED
         self._optimizer = inner if isinstance(inner, torch.optim.Optimizer) and counted else None
         self._before: dict[torch.Tensor, int] | None = None

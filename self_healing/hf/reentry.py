@@ -20,7 +20,7 @@ from ..system.random_state import RandomState
 from .dataloader import DataPosition
 from .memory import free_memory
 from .sections import Phase
-from .state import discard_gradients, innermost
+from .state import discard_gradients, unwrap_optimizer
 from .step import Window
 from .trainer_state import Bookkeeper, Bookkeeping, Pending, ResumePoint
 from .view import TrainerView
@@ -134,7 +134,7 @@ class Reentry:
         best = state.best_metric, state.best_global_step, state.best_model_checkpoint
         # Some schedules, and stopping early, go by the evaluations.
         schedule = copy.deepcopy(trainer.lr_scheduler.state_dict())
-        groups = innermost(trainer.optimizer).param_groups
+        groups = unwrap_optimizer(trainer.optimizer).param_groups
         rates = [copy.deepcopy(group["lr"]) for group in groups]
         stopping = [each for each in trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
         patience = [each.early_stopping_patience_counter for each in stopping]
@@ -346,7 +346,7 @@ def _end_scaled_step(trainer: Any) -> None:
 # ---- leaving: ends a run before its last step, and notes what is left to the process that continues it ----
 
 
-class Leaving:
+class EarlyStop:
     """Ends one trainer's run with the step that is under way."""
 
     def __init__(self, instrument: Any) -> None:

@@ -31,7 +31,7 @@ from ..system.random_state import RandomState
 from .deepspeed import engine_of, saves_in_known_order, writes_of
 from .hooks import Failsafe, Hooks
 from .patching import Replacements
-from .reentry import Leaving
+from .reentry import EarlyStop
 from .trainer_state import Bookkeeper, Bookkeeping
 from .view import TrainerView
 
@@ -51,7 +51,7 @@ class SaveSchedule:
         self._ledger: Bookkeeper = instrument.ledger
         self._hooks: Hooks = instrument.hooks
         self._failsafe: Failsafe = instrument.failsafe
-        self._leaving: Leaving = instrument.leaving
+        self._leaving: EarlyStop = instrument.leaving
         # Set where a checkpoint that cannot be written does not end the run.
         self.writer: CheckpointSaving | None = None
         self.longest = 0.0
@@ -76,7 +76,7 @@ class SaveSchedule:
         """Wraps `_save_checkpoint`."""
         if self._on_schedule and self._failsafe.attached and not self._must_wait():
             with self._failsafe.contained(), self._failsafe.together():
-                self._hooks.vouch_for_state()
+                self._hooks.verify_state()
         if self._must_wait():
             self._held_back = True
             self._hooks.checkpoint_waits()
@@ -154,7 +154,7 @@ class SaveSchedule:
         if not self._view.nonfinite_tensors():
             return True
         with self._failsafe.contained():
-            self._hooks.vouch_for_state()
+            self._hooks.verify_state()
         self._ledger.rewind(finished)
         return not self._view.nonfinite_tensors()
 

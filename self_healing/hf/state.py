@@ -47,7 +47,7 @@ class LiveState:
 def live_state_of(trainer: Any) -> LiveState:
     """Collects the tensors that training changes in a trainer. Between two computations, on all ranks alike."""
     reshard(trainer.model)
-    optimizer, zero = innermost(trainer.optimizer), zero_of(trainer)
+    optimizer, zero = unwrap_optimizer(trainer.optimizer), zero_of(trainer)
     optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     changing: dict[int, tuple[str, torch.Tensor]] = {}
     for name, parameter in _changing(trainer, optimizer, zero):
@@ -146,7 +146,7 @@ def nonfinite_copies(trainer: Any) -> dict[str, dict[str, int]]:
     for each in sorted(own, key=lambda each: each.requires_grad):
         alike = (each.shape, local(each).shape, getattr(each, "ds_shape", each.shape))
         shapes |= dict.fromkeys(alike, each.requires_grad)
-    apart = (trainer, model, trainer.model_wrapped, innermost(trainer.optimizer), *own, *callbacks)
+    apart = (trainer, model, trainer.model_wrapped, unwrap_optimizer(trainer.optimizer), *own, *callbacks)
     seen = {id(each): each for each in apart}
     for keeper, name in [(each, name) for each in (*callbacks, trainer) for name in vars(each)]:
         # Whatever it is, it may refuse to be looked at.
@@ -181,7 +181,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return to_local() if to_local is not None else tensor.detach()
 
 
-def innermost(optimizer: Any) -> Any:
+def unwrap_optimizer(optimizer: Any) -> Any:
     """The torch optimizer inside accelerate's wrapper, and DeepSpeed's."""
     while hasattr(getattr(optimizer, "optimizer", None), "param_groups"):
         optimizer = optimizer.optimizer
@@ -197,7 +197,7 @@ def optimizer_in_training_mode(trainer: Any) -> None:
 
 def reset_moments(trainer: Any) -> bool:
     """Clears the optimizer's state, so that it begins as in the first step."""
-    optimizer = innermost(trainer.optimizer)
+    optimizer = unwrap_optimizer(trainer.optimizer)
     known = type(optimizer).__module__.split(".")[0] in ("torch", "transformers", "bitsandbytes", "torchao")
     if not known or isinstance(optimizer, torch.optim.Adagrad):
         return False

@@ -19,7 +19,7 @@ from ..system.random_state import RandomState
 from .batches import Layout, gathering_uneven_rows, layout_of, own_token_count, select_rows
 from .dataloader import DataPosition, RowSource
 from .engine import Call, StepEngine
-from .memory import with_room
+from .memory import retry_after_freeing
 from .objective import Objective, StepSignals
 from .replicas import DIGEST_PARTS, are_apart
 from .trainer_state import Bookkeeper, Bookkeeping
@@ -130,7 +130,7 @@ class StepRecord:
         """Reads loss and gradient norm as floats: the one device sync of a healthy step, and its one collective."""
         ranks = self.engine.view.world_size
         if ranks == 1:
-            loss, norm = with_room(self._read_loss_and_norm, self.engine.view.device)
+            loss, norm = retry_after_freeing(self._read_loss_and_norm, self.engine.view.device)
         else:
             # Not tried twice: the norm may be a collective, which one of the processes cannot begin again.
             # What a rank wants travels with the numbers: no collective of its own, and nothing at all on one process.
@@ -301,7 +301,7 @@ class Window(StepRecord):
         self._scaled_by = 1.0
 
     def experiment(self) -> contextlib.AbstractContextManager[None]:
-        """Marks what is computed inside as not needed by the run: [`MemoryRetry.experiment`]."""
+        """Marks what is computed inside as not needed by the run: [`OomRetry.experiment`]."""
         experiment: contextlib.AbstractContextManager[None] = self.engine.retry.experiment()
         return experiment
 
@@ -324,7 +324,7 @@ class Window(StepRecord):
         return self.signals()
 
     def until_it_fits(self, compute: Callable[[], _T]) -> _T:
-        """[`MemoryRetry.until_it_fits`], for a computation that begins with [`rewind`]."""
+        """[`OomRetry.until_it_fits`], for a computation that begins with [`rewind`]."""
         result: _T = self.engine.retry.until_it_fits(compute, self.discard)
         return result
 
@@ -332,7 +332,7 @@ class Window(StepRecord):
         self._recordable = keep is None
         self._scaled_by = 1.0
         # Not `if keep`: a rank that drops nothing still takes part in counting what the others dropped.
-        rows = FewerRows({}, {}) if keep is None else FewerRows.of(self, keep, self.engine)
+        rows = RowRemoval({}, {}) if keep is None else RowRemoval.of(self, keep, self.engine)
         self.rewind()
         losses: list[torch.Tensor] = []
         computed = rows.computed(self.size)
@@ -584,7 +584,7 @@ def on_host(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class FewerRows:
+class RowRemoval:
     """The rows that stay in a step, and what its loss is divided by without the others."""
 
     rows: Mapping[int, Sequence[int]]

@@ -21,9 +21,9 @@ from ..system import processes
 from ..system.files import GENERATED_FILE
 from ..system.random_state import RandomState
 from .deepspeed import engine_of, zero_of
-from .memory import with_room
+from .memory import retry_after_freeing
 from .patching import Replacements
-from .state import LiveState, discard_gradients, innermost, live_state_of
+from .state import LiveState, discard_gradients, live_state_of, unwrap_optimizer
 
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Bookkeeper:
         return {name: self._cloned(buffer) for name, buffer in moving}
 
     def _cloned(self, tensor: torch.Tensor) -> torch.Tensor:
-        return with_room(lambda: tensor.detach().clone(), self._device)
+        return retry_after_freeing(lambda: tensor.detach().clone(), self._device)
 
     def restore_buffers(self, bookkeeping: Bookkeeping) -> None:
         """Puts the buffers a forward pass changes back."""
@@ -282,7 +282,7 @@ class ResumeRecord:
             scaler=None if scaler is None else scaler.state_dict(),
             groups=[
                 {name: _on_the_host(value) for name, value in group.items() if name not in _NO_SETTINGS}
-                for group in innermost(trainer.optimizer).param_groups
+                for group in unwrap_optimizer(trainer.optimizer).param_groups
             ],
             random=random,
             bookkeeping=ledger.export_counts() | owed,
@@ -334,7 +334,7 @@ def resuming_from(
         if zero is not None and record.engine is not None:
             zero.forget_state()
             zero.put_standing(record.engine)
-        for group, settings in zip(innermost(trainer.optimizer).param_groups, record.groups, strict=True):
+        for group, settings in zip(unwrap_optimizer(trainer.optimizer).param_groups, record.groups, strict=True):
             group.update({name: _as_there(group.get(name), value) for name, value in settings.items()})
         trainer.lr_scheduler.load_state_dict(record.scheduler)
         trainer.current_flos = record.flos
@@ -552,7 +552,7 @@ def _holders(trainer: Trainer) -> list[object]:
     """The objects that `train()` sets attributes of; each once."""
     accelerator = trainer.accelerator
     found: list[object] = [trainer, trainer.callback_handler, accelerator, accelerator.gradient_state]
-    parts = (trainer.optimizer, innermost(trainer.optimizer), trainer.lr_scheduler, accelerator.scaler)
+    parts = (trainer.optimizer, unwrap_optimizer(trainer.optimizer), trainer.lr_scheduler, accelerator.scaler)
     found += [part for part in parts if part is not None]
     for network in vars(trainer).values():
         for module in network.modules() if isinstance(network, torch.nn.Module) else ():

@@ -18,10 +18,10 @@ from ..checkpoints.deepspeed import ZeroJob
 from ..system import processes
 from ..system.files import jsonable
 from .deepspeed import engine_of, why_not_healed, zero_of
-from .memory import with_room
+from .memory import retry_after_freeing
 from .objective import Objective, has_own_loss
 from .patching import Replacements
-from .state import LiveState, innermost, is_sharded, live_state_of, nonfinite_tensors
+from .state import LiveState, is_sharded, live_state_of, nonfinite_tensors, unwrap_optimizer
 
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class TrainerView:
     @property
     def can_scale_rate(self) -> bool:
         """Whether the optimizer has learning rates that can be set: Adafactor with `relative_step` has none."""
-        groups = getattr(innermost(self._trainer.optimizer), "param_groups", [])
+        groups = getattr(unwrap_optimizer(self._trainer.optimizer), "param_groups", [])
         can_be_set = bool(groups) and all(group.get("lr") is not None for group in groups)
         return self.can_reexecute and can_be_set
 
@@ -159,14 +159,14 @@ class TrainerView:
     @property
     def initial_rate(self) -> float | None:
         """The rate that the schedule begins with, of the first parameter group; `None` if it is not known."""
-        groups = getattr(innermost(self._trainer.optimizer), "param_groups", [])
+        groups = getattr(unwrap_optimizer(self._trainer.optimizer), "param_groups", [])
         rate = groups[0].get("initial_lr") if len(groups) == 1 or _all_alike(groups) else None
         return None if rate is None else float(rate)
 
     @property
     def beta2(self) -> float | None:
         """Decay of the optimizer's second moments; `None` if it has none."""
-        groups = getattr(innermost(self._trainer.optimizer), "param_groups", [])
+        groups = getattr(unwrap_optimizer(self._trainer.optimizer), "param_groups", [])
         betas = groups[0].get("betas") if groups else None
         return float(betas[1]) if isinstance(betas, (tuple, list)) and len(betas) > 1 else None
 
@@ -224,7 +224,7 @@ class TrainerView:
 
     def nonfinite_tensors(self) -> list[str]:
         """Names parameters, buffers and optimizer states that hold NaN or Inf."""
-        return self._nonfinite(innermost(self._trainer.optimizer))
+        return self._nonfinite(unwrap_optimizer(self._trainer.optimizer))
 
     def own_part_of(self, tensors: Sequence[str]) -> list[str]:
         """Gives those of some tensors that are not made of the parts of all ranks in each step, as ZeRO does."""
@@ -238,7 +238,7 @@ class TrainerView:
     def _nonfinite(self, optimizer: Any) -> list[str]:
         model, zero = self._trainer.model, zero_of(self._trainer)
         partitions = None if zero is None else zero.partitions()
-        return with_room(lambda: nonfinite_tensors(model, optimizer, partitions), self.device)
+        return retry_after_freeing(lambda: nonfinite_tensors(model, optimizer, partitions), self.device)
 
     def offloaded_tensors(self) -> list[str]:
         """

@@ -15,8 +15,8 @@ from ..config.healing_config import HealingConfig
 from ..failures.classify import classify_exception, describe_exception
 from ..failures.recipes import FailureType, Target, TrainingFault
 from ..hf.adapter import Instrument
-from ..hf.experiments import EarlierSteps
-from ..hf.memory import free_memory, is_out_of_memory, let_go, with_room
+from ..hf.experiments import StepReplayer
+from ..hf.memory import free_memory, is_out_of_memory, release_frames, retry_after_freeing
 from ..hf.objective import StepSignals
 from ..hf.state import optimizer_in_training_mode, reload_checkpoint
 from ..hf.step import Control, Recording, Window
@@ -35,7 +35,7 @@ logger = logging.getLogger("self_healing")
 
 
 @dataclass(frozen=True, slots=True)
-class WentBack:
+class RollbackRecord:
     """The result of a rollback."""
 
     step: int
@@ -110,7 +110,9 @@ class Rollback:
         states = self.states
         if states.instrument.failsafe.device_lost:
             return
-        with_room(lambda: self.ring.restore(snapshot, states.live), states.device, give_up=self._give_up_memory)
+        retry_after_freeing(
+            lambda: self.ring.restore(snapshot, states.live), states.device, give_up=self._give_up_memory
+        )
         states.instrument.engine.state_put()
         optimizer_in_training_mode(states.instrument.trainer)
 
@@ -132,7 +134,7 @@ class Rollback:
                 if classify_exception(error) in (FailureType.DEVICE, FailureType.PROCESS_DIED):
                     raise
                 logger.warning("The state of step %d could not be put in place.", snapshot.step, exc_info=True)
-                let_go(error)
+                release_frames(error)
             else:
                 return True
             # Outside of the handler: what the failed attempt held is gone.
@@ -214,7 +216,7 @@ class Rollback:
         """Whether there is a trusted state, in memory or on disk. Collective."""
         return bool(self.states.generations()) or self.checkpoints.newest() is not None
 
-    def go_back(self, target: Target, step: int, incident: str) -> WentBack | None:
+    def go_back(self, target: Target, step: int, incident: str) -> RollbackRecord | None:
         """Puts the run into a state that is trusted; step counter, schedule and data go on."""
         self.ring.discard()
         self.states.streak = 0
@@ -229,7 +231,7 @@ class Rollback:
             return replace(went, suspects=self.checkpoints.distrust(went.step, step, incident, verified=deeper))
         return None
 
-    def _to_memory(self, target: Target, step: int) -> WentBack | None:
+    def _to_memory(self, target: Target, step: int) -> RollbackRecord | None:
         ring = self.ring
         if target is Target.OLDER:
             if len(ring.trusted) < 2:
@@ -252,15 +254,17 @@ class Rollback:
         self.learned.recall(snapshot.extras)
         lost = step + 1 - snapshot.as_of
         self._gone_back_to = snapshot
-        return WentBack(snapshot.step, target, lost, snapshot.step - snapshot.extras["missing"])
+        return RollbackRecord(snapshot.step, target, lost, snapshot.step - snapshot.extras["missing"])
 
-    def _to_disk(self, step: int) -> WentBack | None:
+    def _to_disk(self, step: int) -> RollbackRecord | None:
         found = self.checkpoints.newest()
         if found is None or not self._try_to_load(found):
             return None
         self.learned.recall({})
         reached = step_of(found, default=number_of(Path(found)) or step)
-        return WentBack(reached, Target.DISK, max(step + 1 - reached, 1), reached - missing_steps_in(found), found)
+        return RollbackRecord(
+            reached, Target.DISK, max(step + 1 - reached, 1), reached - missing_steps_in(found), found
+        )
 
     def give_up_steps(self, step: int) -> None:
         """Gives up the steps since the state gone back to: as of this step the run is in that state."""
@@ -283,7 +287,7 @@ class Rollback:
             any(self._try_to_put(snapshot) for snapshot in states.generations())
         return not states.displaced
 
-    def reinstate(self, went: WentBack) -> WentBack:
+    def reinstate(self, went: RollbackRecord) -> RollbackRecord:
         """
         Trusts checkpoints again that [`go_back`] made suspect and that were found to be finite: the steps since then
         came out as they had, so what turned NaN was hit from outside.
@@ -393,7 +397,7 @@ class Replay:
         return Replayed(None, why=why)
 
     def _apply_all(self) -> list[float]:
-        steps, losses = EarlierSteps(self.window), list[float]()
+        steps, losses = StepReplayer(self.window), list[float]()
         try:
             with self.window.experiment():
                 for recording in self.recordings:

@@ -13,7 +13,7 @@ import torch
 from ..checkpoints.retention import RunCheckpoints
 from ..config.healing_config import HealingConfig
 from ..hf.adapter import Instrument
-from ..hf.memory import is_out_of_memory, with_room
+from ..hf.memory import is_out_of_memory, retry_after_freeing
 from ..hf.state import LiveState, optimizer_in_training_mode
 from ..hf.step import Control, Window
 from ..hf.trainer_state import ResumeRecord
@@ -246,7 +246,7 @@ class TrustedStates:
     def _lacks_memory(self, live: LiveState, step: int, extras: dict[str, Any], wait: bool) -> bool:
         """Takes a snapshot; returns whether memory ran out on this rank."""
         try:
-            taken = with_room(lambda: self.ring.take(live, step, extras), self.device)
+            taken = retry_after_freeing(lambda: self.ring.take(live, step, extras), self.device)
             if wait:
                 taken.wait()
         except Exception as error:
@@ -301,7 +301,7 @@ class TrustedStates:
     def _search(self, candidate: Snapshot) -> list[str]:
         """Searches a candidate for tensors that are not finite; one that cannot be searched is not trusted either."""
         try:
-            return with_room(candidate.nonfinite, self.device)
+            return retry_after_freeing(candidate.nonfinite, self.device)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -18,7 +18,7 @@ from ..hf.memory import BatchPlan
 from ..hf.step import Window
 from ..journal.incident import Incident
 from ..journal.journal import Journal
-from ..rollback.rollback import WentBack
+from ..rollback.rollback import RollbackRecord
 from .incidents import Diagnosis
 
 
@@ -143,7 +143,7 @@ class Healers(Healer):
     checkpoints_wait = _any(Healer.checkpoints_wait)
     owes_checkpoint = _any(Healer.owes_checkpoint)
     checkpoint_waits = _each(Healer.checkpoint_waits)
-    vouch_for_state = _each(Healer.vouch_for_state)
+    verify_state = _each(Healer.verify_state)
     before_save = _each(Healer.before_save)
     after_save = _each(Healer.after_save)
     before_best_model = _each(Healer.before_best_model)
@@ -215,7 +215,7 @@ class HealingContext:
             Sizes to go on with, for `REDUCE_BATCH_SIZE`.
         finished (`bool`, *optional*, defaults to `False`):
             Whether the step is over, for `ROLL_BACK` and `REPLAY_STEPS` between two steps.
-        went_back ([`WentBack`], *optional*):
+        went_back ([`RollbackRecord`], *optional*):
             Set by `ROLL_BACK`: what it did.
         attempted (`list[Action]`):
             Set by [`Remedies.apply`]: what has been tried so far.
@@ -235,7 +235,7 @@ class HealingContext:
     shape: CallShape | None = None
     batch: BatchPlan | None = None
     finished: bool = False
-    went_back: WentBack | None = None
+    went_back: RollbackRecord | None = None
     attempted: list[Action] = field(default_factory=list)
 
     @property

@@ -50,7 +50,7 @@ def first_call(directory: Path) -> bool:
     return _CALLS[os.path.abspath(directory)] == 0
 
 
-class Ending(StrEnum):
+class ExitReason(StrEnum):
     """The end of an attempt; `RUNNING` in the record of one that is gone says that it was killed."""
 
     RUNNING = "running"
@@ -77,7 +77,7 @@ class Attempt:
     resumed_from: str | None = None
     first_step: int = 0
     last_step: int = 0
-    ending: Ending = Ending.RUNNING
+    ending: ExitReason = ExitReason.RUNNING
     why: str = ""
     call: int = 1
     job: str = ""
@@ -121,7 +121,7 @@ class RunRecord:
     def _from(cls, directory: Path, content: Any) -> Self:
         if content["schema"] != SCHEMA_VERSION:
             raise ValueError(f"it is not of schema {SCHEMA_VERSION}")
-        attempts = [Attempt(**each | {"ending": Ending(each["ending"])}) for each in content["attempts"]]
+        attempts = [Attempt(**each | {"ending": ExitReason(each["ending"])}) for each in content["attempts"]]
         for each in content["incidents"]:
             # Those that can be taken up.
             Incident.from_dict(each)
@@ -132,9 +132,9 @@ class RunRecord:
         return self.attempts[-1]
 
     @property
-    def ending(self) -> Ending:
+    def ending(self) -> ExitReason:
         """The end of the newest attempt."""
-        return self.newest.ending if self.attempts else Ending.FINISHED
+        return self.newest.ending if self.attempts else ExitReason.FINISHED
 
     # ---- writing ----
 

@@ -57,7 +57,7 @@ class Run:
     own_sleep: Callable[[float], None] | None = None
     started_at: float = field(default_factory=time.time)
     checksums: ChecksumQueue = field(default_factory=ChecksumQueue)
-    news: News = field(default_factory=lambda: News())
+    news: RankNotices = field(default_factory=lambda: RankNotices())
     # An incident that the run has to end for, before its next step is applied.
     stop_incident: Incident | None = None
 
@@ -172,7 +172,7 @@ Record = Mapping[str, Any]
 
 
 @dataclass(slots=True)
-class News:
+class RankNotices:
     """
     Tells all ranks what one of them has learned: rows and samples that are not to be used, sizes that do not fit,
     incidents of its own.

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..system.files import replace_file
 from ..system.processes import Process, State, state_of
-from .record import PROGRESS_FILE, WRITING, Ending, ProgressMark, read_mark
+from .record import PROGRESS_FILE, WRITING, ExitReason, ProgressMark, read_mark
 
 
 logger = logging.getLogger("self_healing")
@@ -41,9 +41,9 @@ class RunState(StrEnum):
 
 
 _STATES = {
-    Ending.FINISHED: RunState.ENDED,
-    Ending.PREEMPTED: RunState.LEFT,
-    Ending.RESTART: RunState.LEFT,
+    ExitReason.FINISHED: RunState.ENDED,
+    ExitReason.PREEMPTED: RunState.LEFT,
+    ExitReason.RESTART: RunState.LEFT,
 }
 
 
@@ -164,9 +164,9 @@ class StatusKeeper:
             self._mark.close()
             self._mark = None
 
-    def end_attempt(self, ending: Ending, step: int, why: str) -> None:
+    def end_attempt(self, ending: ExitReason, step: int, why: str) -> None:
         """The same, of a run whose record is kept."""
-        self.end(_STATES.get(ending, RunState.STOPPED), step, "" if ending is Ending.FINISHED else why)
+        self.end(_STATES.get(ending, RunState.STOPPED), step, "" if ending is ExitReason.FINISHED else why)
 
     def _write(self) -> None:
         assert self.status is not None

@@ -21,7 +21,7 @@ from self_healing.healers.assembly import assemble, load_state, state_of
 from self_healing.healers.numerics.state import NumericsState
 from self_healing.healers.restarts.attempts import Attempts
 from self_healing.healers.restarts.start import start_of
-from self_healing.run.record import RECORD_FILE, Ending, RunRecord
+from self_healing.run.record import RECORD_FILE, ExitReason, RunRecord
 from self_healing.run.run import Run
 from self_healing.system.processes import launch_of
 
@@ -87,7 +87,7 @@ def record(tmp_path: Path) -> dict[str, Any]:
     run.budget.used, run.budget.failed_at = 2, 6
     run.part(NumericsState).ladder.load_state_dict({"climbed": {"divergence": 2}})
     run.part(NumericsState).learning_rate.reduce(6)
-    run.part(Attempts).end(Ending.FAILED, "RuntimeError")
+    run.part(Attempts).end(ExitReason.FAILED, "RuntimeError")
     return dict(json.loads((tmp_path / RECORD_FILE).read_text()))
 
 
@@ -109,7 +109,7 @@ def taken_up(directory: Path, content: Any) -> Run:
     run.part(NumericsState).missing.trained(9)
     run.part(Attempts).begin(None, 4)
     run.part(NumericsState).close_outcomes()
-    run.part(Attempts).end(Ending.FINISHED)
+    run.part(Attempts).end(ExitReason.FINISHED)
     return run
 
 

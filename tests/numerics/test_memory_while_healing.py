@@ -34,7 +34,7 @@ from self_healing.healers.numerics.judge import StepJudge
 from self_healing.healers.numerics.nonfinite import NonfiniteHealer
 from self_healing.hf import step as step_record
 from self_healing.hf import view
-from self_healing.hf.experiments import EarlierSteps
+from self_healing.hf.experiments import StepReplayer
 from self_healing.rollback.ring import SnapshotRing
 
 
@@ -145,7 +145,7 @@ PLACES = {
     "computing again: the numbers that judge it": Place(transient, step_record, "as_tensor", "stopped"),
     "poison rows: the search for NaN": Place(poisoned, view, "nonfinite_tensors", "stopped"),
     "NaN weights: putting a state back": Place(nan_weights, SnapshotRing, "restore", "stopped", repairs=True),
-    "NaN weights: applying steps again": Place(nan_weights, EarlierSteps, "_loss", "ended"),
+    "NaN weights: applying steps again": Place(nan_weights, StepReplayer, "_loss", "ended"),
     "at the end: the search for NaN": Place(nan_at_the_end, view, "nonfinite_tensors", "stopped"),
 }
 

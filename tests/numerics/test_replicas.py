@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from self_healing.healers.numerics.replicas import odd_by_majority, told_apart
+from self_healing.healers.numerics.replicas import odd_by_majority, outlier_by_distance
 from self_healing.hf.replicas import (
     DIGEST_PARTS,
     Group,
@@ -133,4 +133,4 @@ def test_of_two_replicas_the_odd_one_is_told_by_the_weights_as_they_should_have_
     after = [{even: {"a": 2}}, {uneven: {"a": 5}}, {even: {"a": 2}}, {uneven: {"a": 5}}]
     apart = unlike(of_ranks)
     assert odd_by_majority(of_ranks, apart) is None
-    assert told_apart(of_ranks, after, distances, apart) == odd
+    assert outlier_by_distance(of_ranks, after, distances, apart) == odd

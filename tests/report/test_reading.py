@@ -18,7 +18,7 @@ from self_healing.report.healing_report import HealingReport
 from self_healing.report.output import LINES, briefing_of
 from self_healing.report.reading import read_run
 from self_healing.report.records import SCHEMA, Verdict
-from self_healing.run.record import Attempt, Ending, RunRecord
+from self_healing.run.record import Attempt, ExitReason, RunRecord
 from self_healing.run.status import STATUS_FILE, RunState, RunStatus
 from self_healing.system.processes import Process
 
@@ -324,7 +324,7 @@ def test_the_processes_of_a_run_are_those_of_its_record(made_up: MadeUpDirectory
     made_up.started()
     made_up.time = BEGAN + 100
     made_up.started(step=20)
-    first = Attempt(1, 11, "h", BEGAN, None, 0, 30, Ending.RESTART, "killed")
+    first = Attempt(1, 11, "h", BEGAN, None, 0, 30, ExitReason.RESTART, "killed")
     second = Attempt(2, 12, "h", BEGAN + 90, "checkpoint-20", 20, 20)
     record = RunRecord(made_up.path, "run", [first, second])
     record.recovery_state = {"budget": {"used": 2, "failed_at": 30}, "learning_rate": {"reductions": 1}}

@@ -13,11 +13,11 @@ from self_healing.healers.assembly import assemble
 from self_healing.healers.numerics.state import NumericsState
 from self_healing.healers.restarts.attempts import Attempts, crash_loop, gave_up, take_up
 from self_healing.healers.restarts.start import Start
-from self_healing.run.record import Attempt, Ending, RunRecord
+from self_healing.run.record import Attempt, ExitReason, RunRecord
 from self_healing.run.run import Run
 
 
-def attempt(number: int, first: int, last: int, ending: Ending, why: str = "") -> Attempt:
+def attempt(number: int, first: int, last: int, ending: ExitReason, why: str = "") -> Attempt:
     return Attempt(number, 4321, "here", 1000.0 + number, None, first, last, ending, why)
 
 
@@ -58,7 +58,7 @@ def ended_with(*actions: Action, failure: FailureType, outcome: str = "fatal") -
 class TestAProcessThatWasKilled:
     @pytest.fixture
     def run(self, tmp_path: Path) -> Run:
-        return process(record_of(tmp_path, attempt(1, 0, 6, Ending.RUNNING)))
+        return process(record_of(tmp_path, attempt(1, 0, 6, ExitReason.RUNNING)))
 
     def test_it_is_an_incident_of_the_next_one(self, run: Run) -> None:
         go_on(run)
@@ -72,8 +72,8 @@ class TestAProcessThatWasKilled:
         record = RunRecord.read(run.directory)
         assert record is not None
         killed, here = record.attempts
-        assert (killed.ending, killed.why) == (Ending.RESTART, "killed, or crashed in native code")
-        assert (here.number, here.ending, here.first_step) == (2, Ending.RUNNING, 4)
+        assert (killed.ending, killed.why) == (ExitReason.RESTART, "killed, or crashed in native code")
+        assert (here.number, here.ending, here.first_step) == (2, ExitReason.RUNNING, 4)
         assert here.resumed_from == "checkpoint-4"
 
     def test_the_log_says_where_the_run_goes_on(self, run: Run, caplog: pytest.LogCaptureFixture) -> None:
@@ -89,42 +89,44 @@ class TestTheBudget:
     @pytest.mark.parametrize(
         ("ending", "step", "start", "used"),
         [
-            (Ending.RUNNING, 4, {}, 0),
-            (Ending.RUNNING, 0, {}, 1),
-            (Ending.FAILED, 0, {}, 1),
-            (Ending.FAILED, 0, {"by_hand": True}, 0),
-            (Ending.PREEMPTED, 0, {}, 0),
-            (Ending.PREEMPTED, 0, {"by_agent": True}, 1),
-            (Ending.FINISHED, 0, {}, 0),
+            (ExitReason.RUNNING, 4, {}, 0),
+            (ExitReason.RUNNING, 0, {}, 1),
+            (ExitReason.FAILED, 0, {}, 1),
+            (ExitReason.FAILED, 0, {"by_hand": True}, 0),
+            (ExitReason.PREEMPTED, 0, {}, 0),
+            (ExitReason.PREEMPTED, 0, {"by_agent": True}, 1),
+            (ExitReason.FINISHED, 0, {}, 0),
         ],
     )
     def test_what_came_no_further_costs_one_attempt(
-        self, tmp_path: Path, ending: Ending, step: int, start: dict[str, Any], used: int
+        self, tmp_path: Path, ending: ExitReason, step: int, start: dict[str, Any], used: int
     ) -> None:
         run = process(record_of(tmp_path, attempt(1, 0, 6, ending)))
         go_on(run, step, **start)
         assert run.budget.used == used
 
     def test_once_it_is_spent_the_run_is_not_tried_again(self, tmp_path: Path) -> None:
-        attempts = (attempt(1, 0, 9, Ending.RUNNING), attempt(2, 4, 7, Ending.FAILED, "KeyError: 'a'"))
+        attempts = (attempt(1, 0, 9, ExitReason.RUNNING), attempt(2, 4, 7, ExitReason.FAILED, "KeyError: 'a'"))
         run = process(record_of(tmp_path, *attempts), max_recovery_attempts=0)
         error = refusal(run)
         assert "the job was started 1 times from step 4 and never came beyond step 7 (last end: failed: KeyError" in (
             str(error)
         )
         assert "the budget of 0 attempts without progress is spent" in str(error)
-        assert newest(run).ending is Ending.GAVE_UP
+        assert newest(run).ending is ExitReason.GAVE_UP
 
     def test_attempts_that_began_before_the_loop_are_not_of_it(self, tmp_path: Path) -> None:
-        loop = [attempt(number, 4, 5 + number, Ending.RUNNING) for number in (2, 3)]
-        found = crash_loop(record_of(tmp_path, attempt(1, 0, 20, Ending.RUNNING), *loop), 2)
+        loop = [attempt(number, 4, 5 + number, ExitReason.RUNNING) for number in (2, 3)]
+        found = crash_loop(record_of(tmp_path, attempt(1, 0, 20, ExitReason.RUNNING), *loop), 2)
         assert "started 2 times from step 4 and never came beyond step 8 (last end: running)" in found.verdict
         assert (found.step, found.postmortem) == (8, None)
 
 
 class TestARunThatHadEndedForGood:
     def record(self, directory: Path) -> RunRecord:
-        return record_of(directory, attempt(1, 0, 9, Ending.FAILED), attempt(2, 4, 6, Ending.GAVE_UP, "no data"))
+        return record_of(
+            directory, attempt(1, 0, 9, ExitReason.FAILED), attempt(2, 4, 6, ExitReason.GAVE_UP, "no data")
+        )
 
     def test_it_is_refused_with_the_furthest_step_and_its_verdict(self, tmp_path: Path) -> None:
         found = gave_up(self.record(tmp_path))
@@ -143,7 +145,7 @@ class TestARunThatHadEndedForGood:
         assert str(error).endswith("Postmortem: there/postmortem.json.")
         assert not (tmp_path / "postmortem.json").exists()
         # The next start that is refused quotes the first verdict, and not this one.
-        assert (newest(run).ending, newest(run).why) == (Ending.GAVE_UP, "no data")
+        assert (newest(run).ending, newest(run).why) == (ExitReason.GAVE_UP, "no data")
         assert record.postmortem == "there/postmortem.json"
 
     def test_without_one_it_is_written(self, tmp_path: Path) -> None:
@@ -192,21 +194,23 @@ class TestARunThatHadEndedForGood:
         assert run.budget.used == 1
         go_on(run, by_hand=True)
         assert run.budget.used == 0
-        assert newest(run).ending is Ending.RUNNING
+        assert newest(run).ending is ExitReason.RUNNING
 
 
 class TestIdsOfIncidents:
     """Batches and quarantined rows are found by them."""
 
     def test_that_of_one_that_no_journal_tells_of_is_not_used_again(self, tmp_path: Path) -> None:
-        record = record_of(tmp_path, attempt(1, 0, 6, Ending.FAILED), incidents=(Incident("run-009", 3, "made up"),))
+        record = record_of(
+            tmp_path, attempt(1, 0, 6, ExitReason.FAILED), incidents=(Incident("run-009", 3, "made up"),)
+        )
         assert process(record).journal.open(7, "made up", {}).id == "run-010"
 
 
 class TestWhatTheEarlierProcessEndedWith:
     def test_it_is_open_again_and_says_what_is_repeated(self, tmp_path: Path) -> None:
         ended = ended_with(Action.STOP, failure=FailureType.USER_CODE)
-        run = process(record_of(tmp_path, attempt(1, 0, 6, Ending.FAILED), incidents=(ended,)))
+        run = process(record_of(tmp_path, attempt(1, 0, 6, ExitReason.FAILED), incidents=(ended,)))
         go_on(run)
         (incident,) = run.journal.incidents
         assert (incident.outcome, incident.actions) == ("open", [Action.STOP, Action.RESUME])
@@ -218,26 +222,26 @@ class TestWhatTheEarlierProcessEndedWith:
 
     def test_only_the_last_incident_can_have_ended_it(self, tmp_path: Path) -> None:
         incidents = tuple(ended_with(Action.STOP, failure=FailureType.USER_CODE) for _ in range(3))
-        run = process(record_of(tmp_path, attempt(1, 0, 6, Ending.FAILED), incidents=incidents))
+        run = process(record_of(tmp_path, attempt(1, 0, 6, ExitReason.FAILED), incidents=incidents))
         go_on(run)
         assert [incident.steps_repeated for incident in run.journal.incidents] == [0, 0, 2]
 
     @pytest.mark.parametrize("outcome", ["resolved", "unresolved"])
     def test_what_has_an_outcome_keeps_it(self, tmp_path: Path, outcome: str) -> None:
         ended = ended_with(Action.STOP, failure=FailureType.USER_CODE, outcome=outcome)
-        run = process(record_of(tmp_path, attempt(1, 0, 6, Ending.FAILED), incidents=(ended,)))
+        run = process(record_of(tmp_path, attempt(1, 0, 6, ExitReason.FAILED), incidents=(ended,)))
         go_on(run)
         assert (run.journal.incidents[0].outcome, run.journal.incidents[0].steps_repeated) == (outcome, 0)
 
     def test_an_open_incident_about_the_loss_has_not_ended_a_process(self, tmp_path: Path) -> None:
         about_loss = ended_with(Action.ROLL_BACK, failure=FailureType.DIVERGENCE, outcome="open")
-        run = process(record_of(tmp_path, attempt(1, 0, 6, Ending.FAILED), incidents=(about_loss,)))
+        run = process(record_of(tmp_path, attempt(1, 0, 6, ExitReason.FAILED), incidents=(about_loss,)))
         go_on(run)
         assert (run.journal.incidents[0].steps_repeated, run.journal.incidents[0].actions) == (0, [Action.ROLL_BACK])
 
     def test_in_a_run_that_is_refused_it_stays_fatal_and_says_what_it_has_cost(self, tmp_path: Path) -> None:
         ended = ended_with(Action.STOP, failure=FailureType.USER_CODE)
-        run = process(record_of(tmp_path, attempt(1, 0, 6, Ending.GAVE_UP), incidents=(ended,)))
+        run = process(record_of(tmp_path, attempt(1, 0, 6, ExitReason.GAVE_UP), incidents=(ended,)))
         refusal(run)
         (incident,) = run.journal.incidents
         assert (incident.outcome, incident.actions, incident.steps_repeated) == ("fatal", [Action.STOP], 2)

@@ -16,11 +16,11 @@ from self_healing.checkpoints.marker import write_marker
 from self_healing.healers.assembly import assemble
 from self_healing.healers.restarts import ending, preemption
 from self_healing.healers.restarts.attempts import Attempts
-from self_healing.healers.restarts.ending import RunEnding
+from self_healing.healers.restarts.ending import Shutdown
 from self_healing.healers.restarts.preemption import Preemption
 from self_healing.hf.trainer_state import ResumePoint
 from self_healing.ranks.messages import Failure
-from self_healing.run.record import Attempt, Ending, RunRecord
+from self_healing.run.record import Attempt, ExitReason, RunRecord
 from self_healing.run.run import Run
 from self_healing.run.status import RunState, read_status
 
@@ -81,23 +81,25 @@ def of_rank_1(exit_code: int | None) -> Failure:
     return Failure(1, 6, FailureType.BAD_DATA, "data", exit_code=exit_code)
 
 
-@pytest.mark.parametrize(("exit_code", "ending"), [(1, Ending.GAVE_UP), (130, Ending.FAILED), (None, Ending.RESTART)])
+@pytest.mark.parametrize(
+    ("exit_code", "ending"), [(1, ExitReason.GAVE_UP), (130, ExitReason.FAILED), (None, ExitReason.RESTART)]
+)
 def test_a_run_that_another_rank_has_given_up_is_given_up(
-    tmp_path: Path, exit_code: int | None, ending: Ending
+    tmp_path: Path, exit_code: int | None, ending: ExitReason
 ) -> None:
     run = process(tmp_path)
-    run.part(RunEnding).end_process("rank 1 failed first", of_rank_1(exit_code), exit_code or 75)
+    run.part(Shutdown).end_process("rank 1 failed first", of_rank_1(exit_code), exit_code or 75)
     assert record_in(tmp_path).ending is ending
 
 
-@pytest.mark.parametrize(("exit_code", "ending"), [(1, Ending.GAVE_UP), (None, Ending.FAILED)])
+@pytest.mark.parametrize(("exit_code", "ending"), [(1, ExitReason.GAVE_UP), (None, ExitReason.FAILED)])
 def test_what_the_other_ranks_end_to_be_started_again_for_is_not_given_up(
-    tmp_path: Path, exit_code: int | None, ending: Ending, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, exit_code: int | None, ending: ExitReason, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = process(tmp_path)
     monkeypatch.setattr(run.ranks, "rank", 1)
     monkeypatch.setattr(run.ranks, "failures", [of_rank_1(exit_code)])
-    run.part(RunEnding).note_exception(UnrecoverableTrainingError("data"))
+    run.part(Shutdown).note_exception(UnrecoverableTrainingError("data"))
     assert record_in(tmp_path).ending is ending
 
 
@@ -133,7 +135,7 @@ class TestAProcessThatIsAskedToLeave:
         assert (incident.actions, incident.outcome) == ([Action.SAVE_AND_LEAVE], "resolved")
         assert (incident.steps_repeated, incident.evidence) == (2, {"signal": "SIGUSR1"})
         record = record_in(tmp_path)
-        assert (record.ending, record.newest.why, record.newest.last_step) == (Ending.PREEMPTED, "SIGUSR1", 6)
+        assert (record.ending, record.newest.why, record.newest.last_step) == (ExitReason.PREEMPTED, "SIGUSR1", 6)
         status = read_status(tmp_path)
         assert status is not None
         assert (status.state, status.step, status.why) == (RunState.LEFT, 6, "SIGUSR1")
@@ -156,7 +158,7 @@ class TestAProcessThatIsAskedToLeave:
     def test_at_the_deadline_it_is_written_down(self, tmp_path: Path) -> None:
         run = process(tmp_path)
         run.part(Preemption).end_at_the_deadline("too late")
-        assert (record_in(tmp_path).ending, record_in(tmp_path).newest.why) == (Ending.PREEMPTED, "too late")
+        assert (record_in(tmp_path).ending, record_in(tmp_path).newest.why) == (ExitReason.PREEMPTED, "too late")
         (event,) = events(run, "preemption_deadline")
         assert (event["step"], event["why"]) == (6, "too late")
 
@@ -165,7 +167,7 @@ class TestAnIncidentThatNothingCures:
     def test_the_run_ends_with_it(self, tmp_path: Path, older: list[tuple[str, str, bool]]) -> None:
         run = process(tmp_path)
         incident = fatal(run)
-        error = run.part(RunEnding).stop(incident, "The line is dead.", ConnectionError("refused"))
+        error = run.part(Shutdown).stop(incident, "The line is dead.", ConnectionError("refused"))
         assert (incident.actions, incident.outcome) == ([Action.STOP], "fatal")
         assert older == [("run", str(tmp_path), False)]
         found = written(tmp_path)
@@ -186,7 +188,7 @@ class TestAnIncidentThatNothingCures:
     ) -> None:
         run = process(tmp_path)
         run.part(Attempts).resume_point = emergency_checkpoint(tmp_path, 6)
-        run.part(RunEnding).stop(fatal(run), "why")
+        run.part(Shutdown).stop(fatal(run), "why")
         assert written(tmp_path)["emergency_checkpoint"] == str(tmp_path / "checkpoint-6")
         assert run.part(Attempts).resume_point.path == str(tmp_path / "checkpoint-6")
         assert older == []
@@ -195,7 +197,7 @@ class TestAnIncidentThatNothingCures:
         self, tmp_path: Path, older: list[tuple[str, str, bool]]
     ) -> None:
         run = process(tmp_path)
-        run.part(RunEnding).stop(fatal(run, FailureType.NOT_TRAINED), "why")
+        run.part(Shutdown).stop(fatal(run, FailureType.NOT_TRAINED), "why")
         assert older == [("run", str(tmp_path), True)]
 
     @pytest.mark.usefixtures("older")
@@ -204,7 +206,7 @@ class TestAnIncidentThatNothingCures:
         around, hang, told = fatal(run, FailureType.DIVERGENCE), fatal(run, FailureType.HANG), fatal(run)
         run.journal.closed(told, "reported")
         incident = fatal(run)
-        run.part(RunEnding).stop(incident, "why")
+        run.part(Shutdown).stop(incident, "why")
         outcomes = [each.outcome for each in (around, hang, told, incident)]
         assert outcomes == ["unresolved", "open", "reported", "fatal"]
 
@@ -213,7 +215,7 @@ class TestAnIncidentThatNothingCures:
 class TestAnExceptionThatEndsTheRun:
     def stop(self, run: Run, resume_from: Any, failure: FailureType = FailureType.NETWORK, **given: Any) -> str:
         error = ConnectionError("refused")
-        return run.part(RunEnding).stop_for_exception(fatal(run, failure), failure, error, resume_from, **given)
+        return run.part(Shutdown).stop_for_exception(fatal(run, failure), failure, error, resume_from, **given)
 
     def test_the_emergency_checkpoint_it_would_go_on_from_is_published(self, tmp_path: Path) -> None:
         run = process(tmp_path)
@@ -249,13 +251,13 @@ class TestADeviceThatIsLost:
     ) -> None:
         run = process(tmp_path, launcher_restarts=restarts)
         newest = marked(tmp_path, 4)
-        run.part(RunEnding).note_lost_device(RuntimeError("x" * 600))
-        run.part(RunEnding).note_lost_device(RuntimeError("and again"))
+        run.part(Shutdown).note_lost_device(RuntimeError("x" * 600))
+        run.part(Shutdown).note_lost_device(RuntimeError("and again"))
         (incident,) = run.journal.incidents
         again = restarts == "yes"
-        run.part(RunEnding).leave_lost_device(RuntimeError("lost"))
-        assert run.part(RunEnding).ends_process is again
-        assert record_in(tmp_path).ending is (Ending.RESTART if again else Ending.RUNNING)
+        run.part(Shutdown).leave_lost_device(RuntimeError("lost"))
+        assert run.part(Shutdown).ends_process is again
+        assert record_in(tmp_path).ending is (ExitReason.RESTART if again else ExitReason.RUNNING)
         assert incident.actions == [Action.EXIT_FOR_RESTART if again else Action.STOP]
         assert incident.outcome == ("open" if again else "fatal")
         assert (incident.symptom, incident.failure) == ("RuntimeError", FailureType.DEVICE)
@@ -269,7 +271,7 @@ class TestADeviceThatIsLost:
     def test_without_a_checkpoint_it_is_what_the_process_began_with(self, tmp_path: Path) -> None:
         run = process(tmp_path, recorded=False)
         run.part(Attempts).first_resume = "somewhere/checkpoint-2"
-        run.part(RunEnding).note_lost_device(RuntimeError("lost"), "gone")
+        run.part(Shutdown).note_lost_device(RuntimeError("lost"), "gone")
         assert written(tmp_path)["resume_with"] == "trainer.train(resume_from_checkpoint='somewhere/checkpoint-2')"
         assert written(tmp_path)["verdict"] == "gone"
         # With the callback alone, the exception is the user's.
@@ -280,32 +282,32 @@ class TestTheEndOfTheRun:
     def test_it_is_finished_and_its_emergency_checkpoint_goes(self, tmp_path: Path) -> None:
         run = process(tmp_path)
         run.part(Attempts).resume_point = emergency_checkpoint(tmp_path, 5)
-        run.part(RunEnding).finish()
-        assert (record_in(tmp_path).ending, record_in(tmp_path).newest.last_step) == (Ending.FINISHED, 6)
+        run.part(Shutdown).finish()
+        assert (record_in(tmp_path).ending, record_in(tmp_path).newest.last_step) == (ExitReason.FINISHED, 6)
         assert not (tmp_path / "emergency").exists()
 
     def test_what_was_put_off_is_raised(self, tmp_path: Path) -> None:
         run = process(tmp_path)
         run.part(Preemption).raised = SystemExit(5)
         with pytest.raises(SystemExit):
-            run.part(RunEnding).finish()
-        assert record_in(tmp_path).ending is Ending.FINISHED
+            run.part(Shutdown).finish()
+        assert record_in(tmp_path).ending is ExitReason.FINISHED
 
     @pytest.mark.parametrize(
         ("error", "expected"),
         [
-            (KeyError("a"), Ending.FAILED),
-            (KeyboardInterrupt(), Ending.INTERRUPTED),
-            (SystemExit(1), Ending.INTERRUPTED),
-            (UnrecoverableTrainingError("over", failure=FailureType.NETWORK), Ending.GAVE_UP),
+            (KeyError("a"), ExitReason.FAILED),
+            (KeyboardInterrupt(), ExitReason.INTERRUPTED),
+            (SystemExit(1), ExitReason.INTERRUPTED),
+            (UnrecoverableTrainingError("over", failure=FailureType.NETWORK), ExitReason.GAVE_UP),
         ],
     )
     @pytest.mark.usefixtures("older")
     def test_an_exception_says_how_this_process_ended(
-        self, tmp_path: Path, error: BaseException, expected: Ending
+        self, tmp_path: Path, error: BaseException, expected: ExitReason
     ) -> None:
         run = process(tmp_path)
-        run.part(RunEnding).note_exception(error)
+        run.part(Shutdown).note_exception(error)
         record = record_in(tmp_path)
         assert (record.ending, record.newest.why.split(":")[0]) == (expected, type(error).__name__)
         # What was told of already is told in a postmortem of its own.
@@ -322,7 +324,7 @@ class TestTheEndOfTheRun:
         waiting = fatal(run)
         run.journal.acted(waiting, Action.RESUME.value)
         run.outcomes.wait_for(waiting)
-        run.part(RunEnding).note_exception(KeyboardInterrupt())
+        run.part(Shutdown).note_exception(KeyboardInterrupt())
         found = written(tmp_path)
         assert (found["failure"], found["verdict"]) == ("interrupted", "the run was interrupted")
         assert found["emergency_checkpoint"] == str(tmp_path / "checkpoint-6")
@@ -335,7 +337,7 @@ class TestTheEndOfTheRun:
     ) -> None:
         run = process(tmp_path)
         run.trainer = None
-        run.part(RunEnding).note_exception(KeyError("a"))
+        run.part(Shutdown).note_exception(KeyError("a"))
         assert "How the run ended could not be written down" in caplog.text
 
 
@@ -344,7 +346,7 @@ class TestTheProcessesOfARun:
     def begun(self, tmp_path: Path) -> Callable[..., Attempts]:
         def begun(last: int = 6, rank: int = 0) -> Attempts:
             run = process(tmp_path, recorded=False, rank=rank)
-            earlier = Attempt(2, 1, "here", 1.0, None, 0, last, Ending.FAILED)
+            earlier = Attempt(2, 1, "here", 1.0, None, 0, last, ExitReason.FAILED)
             run.part(Attempts).keep(RunRecord(tmp_path, "run", [earlier]), taken_up=True)
             run.part(Attempts).begin("checkpoint-4", 4)
             return run.part(Attempts)
@@ -379,7 +381,7 @@ class TestTheProcessesOfARun:
         attempts = begun()
         attempts.tell_status(tmp_path, 40)
         assert attempts.status is not None
-        attempts.end(Ending.FAILED, "KeyError: 'a'")
+        attempts.end(ExitReason.FAILED, "KeyError: 'a'")
         status = read_status(tmp_path)
         assert status is not None
         assert (status.state, status.step, status.why) == (RunState.STOPPED, 6, "KeyError: 'a'")

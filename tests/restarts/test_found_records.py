@@ -12,7 +12,7 @@ import pytest
 from self_healing.run.record import (
     PROGRESS_FILE,
     RECORD_FILE,
-    Ending,
+    ExitReason,
     ProgressMark,
     RunRecord,
     UnreadableRecordError,
@@ -106,7 +106,7 @@ class TestARecord:
         assert (record.run, record.postmortem, record.recovery_state) == ("run", "postmortem.json", {"budget": 1})
         newest = record.newest
         assert (newest.number, newest.first_step, newest.last_step, newest.call, newest.job) == (1, 4, 4, 1, "17")
-        assert (newest.pid, newest.resumed_from, record.ending) == (os.getpid(), "checkpoint-4", Ending.RUNNING)
+        assert (newest.pid, newest.resumed_from, record.ending) == (os.getpid(), "checkpoint-4", ExitReason.RUNNING)
         assert caplog.text == ""
 
     def test_is_none_where_there_is_none(self, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ class TestARecord:
 
     def test_counts_the_processes_and_keeps_the_newest_ones(self, tmp_path: Path) -> None:
         record = RunRecord(tmp_path, "run")
-        assert record.ending is Ending.FINISHED
+        assert record.ending is ExitReason.FINISHED
         for _ in range(52):
             record.begin_attempt(None, 0)
         assert [each.number for each in record.attempts] == [*range(3, 53)]

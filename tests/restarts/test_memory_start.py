@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.healers.restarts.start import came_to_nothing
+from self_healing.healers.restarts.start import no_progress_from_memory
 from self_healing.hf.trainer_state import loads_more
 from self_healing.rollback import shared_memory
 from self_healing.rollback.shared_memory import directory_of
@@ -193,9 +193,9 @@ def test_a_state_from_which_the_process_before_came_no_step_further_is_passed_ov
         return RunRecord(tmp_path, "run", [attempt])
 
     in_memory = directory_of(tmp_path) / "run-rank0-of-1" / "checkpoint-6"
-    assert came_to_nothing(record(6, 6, in_memory))
-    assert not came_to_nothing(record(6, 7, in_memory))
-    assert not came_to_nothing(record(6, 6, tmp_path / "checkpoint-6"))
+    assert no_progress_from_memory(record(6, 6, in_memory))
+    assert not no_progress_from_memory(record(6, 7, in_memory))
+    assert not no_progress_from_memory(record(6, 6, tmp_path / "checkpoint-6"))
 
 
 class Ranks:

@@ -31,7 +31,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.run.record import Ending, RunRecord
+from self_healing.run.record import ExitReason, RunRecord
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +117,7 @@ def test_a_preempted_run_leaves_with_system_exit(tmp_path: Path, tokenizer: Any)
     assert not list((tmp_path / "run").glob("postmortem*"))
     record = RunRecord.read(tmp_path / "run")
     assert record is not None
-    assert (record.ending, record.newest.last_step) == (Ending.PREEMPTED, 3)
+    assert (record.ending, record.newest.last_step) == (ExitReason.PREEMPTED, 3)
 
 
 @pytest.mark.heals("preemption", "callback")
@@ -328,7 +328,7 @@ def test_a_signal_cuts_the_wait_between_two_attempts_short(tmp_path: Path, token
     assert time.monotonic() - began < 25
     record = RunRecord.read(tmp_path / "run")
     assert record is not None
-    assert record.ending is Ending.PREEMPTED
+    assert record.ending is ExitReason.PREEMPTED
 
 
 def test_signals_can_be_left_alone(tmp_path: Path, tokenizer: Any) -> None:

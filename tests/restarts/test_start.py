@@ -27,7 +27,7 @@ from self_healing.healers.restarts.start import (
     start_of,
 )
 from self_healing.journal.journal import Journal
-from self_healing.run.record import _CALLS, Attempt, Ending, RunRecord
+from self_healing.run.record import _CALLS, Attempt, ExitReason, RunRecord
 from self_healing.system.files import STATE_FILE
 from self_healing.system.processes import Launch, Process
 
@@ -48,7 +48,7 @@ def _first_process() -> Iterator[None]:
     _CALLS.update(before)
 
 
-def record_of(directory: Path, ending: Ending = Ending.RUNNING, **fields: Any) -> RunRecord:
+def record_of(directory: Path, ending: ExitReason = ExitReason.RUNNING, **fields: Any) -> RunRecord:
     given = {"first_step": 4, "last_step": 6, "ending": ending, "job": "17", "agent": "agent", **fields}
     return RunRecord(directory, "run", [Attempt(1, 999_999_999, socket.gethostname(), 1000.0, **given)])
 
@@ -75,14 +75,14 @@ class TestAStart:
     def test_progress_is_a_later_step_than_the_one_before_began_at(
         self, tmp_path: Path, step: int, spends: bool, again: int
     ) -> None:
-        start = Start("checkpoint", step, record_of(tmp_path, Ending.FAILED))
+        start = Start("checkpoint", step, record_of(tmp_path, ExitReason.FAILED))
         assert (start.died, start.spends, start.steps_to_repeat) == (False, spends, again)
 
     @pytest.mark.parametrize(("came_to", "spends"), [([], False), ([9], True), ([7], True), ([6], False)])
     def test_from_memory_progress_is_a_later_end_than_those_before(
         self, tmp_path: Path, came_to: list[int], spends: bool
     ) -> None:
-        record = record_of(tmp_path, Ending.FAILED)
+        record = record_of(tmp_path, ExitReason.FAILED)
         earlier = [replace(record.newest, last_step=step) for step in came_to]
         record.attempts = [*earlier, record.newest]
         assert Start(None, 7, record, shared=SharedStep(7, "run", "")).spends == spends
@@ -142,7 +142,7 @@ class TestWhatACheckpointBegins:
         assert start_of(checkpoint, 4, record, PLAIN, False, requested) == Start(checkpoint, 4)
 
     def test_a_finished_run_is_not_gone_on_with(self, tmp_path: Path) -> None:
-        record, checkpoint = record_of(tmp_path, Ending.FINISHED), checkpoint_in(tmp_path, 4)
+        record, checkpoint = record_of(tmp_path, ExitReason.FINISHED), checkpoint_in(tmp_path, 4)
         assert start_of(checkpoint, 4, record, PLAIN, False, True) == Start(checkpoint, 4)
 
     @pytest.mark.parametrize("other", ["other", None])
@@ -157,21 +157,21 @@ class TestWhatACheckpointBegins:
     @pytest.mark.parametrize(
         ("ending", "launch", "requested", "by_hand"),
         [
-            (Ending.FAILED, PLAIN, "auto", True),
-            (Ending.GAVE_UP, PLAIN, True, True),
-            (Ending.INTERRUPTED, PLAIN, True, True),
-            (Ending.RUNNING, PLAIN, True, False),
-            (Ending.PREEMPTED, PLAIN, True, False),
-            (Ending.FAILED, TORCHRUN, True, False),
+            (ExitReason.FAILED, PLAIN, "auto", True),
+            (ExitReason.GAVE_UP, PLAIN, True, True),
+            (ExitReason.INTERRUPTED, PLAIN, True, True),
+            (ExitReason.RUNNING, PLAIN, True, False),
+            (ExitReason.PREEMPTED, PLAIN, True, False),
+            (ExitReason.FAILED, TORCHRUN, True, False),
             # Of another job.
-            (Ending.FAILED, replace(SLURM, job="18"), True, True),
+            (ExitReason.FAILED, replace(SLURM, job="18"), True, True),
             # A pod does not say that it was started again.
-            (Ending.FAILED, POD, "auto", False),
-            (Ending.FAILED, POD, True, True),
+            (ExitReason.FAILED, POD, "auto", False),
+            (ExitReason.FAILED, POD, True, True),
         ],
     )
     def test_a_person_looks_at_a_failure_before_it_is_started_by_hand(
-        self, tmp_path: Path, ending: Ending, launch: Launch, requested: Any, by_hand: bool
+        self, tmp_path: Path, ending: ExitReason, launch: Launch, requested: Any, by_hand: bool
     ) -> None:
         start = start_of(None, 0, record_of(tmp_path, ending), launch, False, requested)
         assert (start.by_hand, start.by_agent) == (by_hand, launch.by_agent)
@@ -191,7 +191,7 @@ class TestAnotherProcess:
     @pytest.mark.parametrize(
         "fields",
         [
-            {"ending": Ending.FAILED},
+            {"ending": ExitReason.FAILED},
             {"host": "elsewhere"},
             {"pid": os.getpid()},
             {"pid": 999_999_999},

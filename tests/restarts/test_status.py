@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from self_healing import HealingConfig, HealingReport, SelfHealingCallback, SelfHealingTrainer
 from self_healing.journal.journal import Journal
-from self_healing.run.record import Ending
+from self_healing.run.record import ExitReason
 from self_healing.run.status import RunState, RunStatus, StatusKeeper, read_status
 from self_healing.tools.cli import app
 
@@ -157,16 +157,16 @@ def test_how_far_it_came_is_read_from_its_mark(
 @pytest.mark.parametrize(
     ("ending", "state", "why"),
     [
-        (Ending.FINISHED, RunState.ENDED, ""),
-        (Ending.PREEMPTED, RunState.LEFT, "because"),
-        (Ending.RESTART, RunState.LEFT, "because"),
-        (Ending.FAILED, RunState.STOPPED, "because"),
-        (Ending.GAVE_UP, RunState.STOPPED, "because"),
-        (Ending.INTERRUPTED, RunState.STOPPED, "because"),
+        (ExitReason.FINISHED, RunState.ENDED, ""),
+        (ExitReason.PREEMPTED, RunState.LEFT, "because"),
+        (ExitReason.RESTART, RunState.LEFT, "because"),
+        (ExitReason.FAILED, RunState.STOPPED, "because"),
+        (ExitReason.GAVE_UP, RunState.STOPPED, "because"),
+        (ExitReason.INTERRUPTED, RunState.STOPPED, "because"),
     ],
 )
 def test_the_end_of_an_attempt_is_that_of_the_run_as_far_as_it_is_known(
-    tmp_path: Path, ending: Ending, state: RunState, why: str
+    tmp_path: Path, ending: ExitReason, state: RunState, why: str
 ) -> None:
     begun(tmp_path).end_attempt(ending, 7, f"\n because{' of it' * 90}\nsecond line" if why else "because")
     status = status_of(tmp_path)

@@ -20,7 +20,7 @@ from ...hf.batches import content_hash, row_text
 from ...hf.dataloader import RowSource
 from ...hf.step import Window
 from ...run.healer import CarryOut, HealingContext
-from ...run.run import News
+from ...run.run import RankNotices
 from ...system.files import append_line, parse_lines
 
 
@@ -229,7 +229,7 @@ QUARANTINE_FILE = "quarantine.jsonl"
 class Quarantine:
     """Rows and samples that a run does not use any more, also after it was resumed from a checkpoint."""
 
-    def __init__(self, directory: Path, keep_text: bool = True, news: News | None = None) -> None:
+    def __init__(self, directory: Path, keep_text: bool = True, news: RankNotices | None = None) -> None:
         self.path = directory / QUARANTINE_FILE
         self._keep_text = keep_text
         self.seen: set[str] = set()

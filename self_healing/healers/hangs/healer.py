@@ -44,7 +44,7 @@ class HangWatch(Healer):
 
     def __init__(self, run: Run, ending: Any) -> None:
         self._run = run
-        # `RunEnding`, of a family that this one does not import.
+        # `Shutdown`, of a family that this one does not import.
         self._ending = ending
         self._watchdog = Watchdog(run, ending)
         self._called_off = threading.Event()

@@ -102,7 +102,7 @@ class Watchdog:
 
     def __init__(self, run: Run, ending: Any) -> None:
         self._run = run
-        # `RunEnding`, of a family that this one does not import.
+        # `Shutdown`, of a family that this one does not import.
         self._ending = ending
         self._heartbeat = run.heartbeat
         self._interval = min(_POLL, run.config.hang_floor_seconds / 10)

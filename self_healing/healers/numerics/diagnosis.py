@@ -13,7 +13,7 @@ import torch
 from ...failures.classify import describe_exception
 from ...failures.recipes import Cause, FailureType, TrainingFault
 from ...hf.adapter import Instrument
-from ...hf.experiments import EarlierSteps, StepExperiments
+from ...hf.experiments import StepExperiments, StepReplayer
 from ...hf.objective import StepSignals
 from ...hf.step import Window
 from ...ranks import votes
@@ -197,14 +197,14 @@ def diagnose_rise(window: Window, rollback: Rollback, loss: float, level: float,
         evidence: dict[str, Any] = {"loss_now": loss}
         unharmed = None
         if before is not None:
-            again = EarlierSteps(window).loss_of(before)
+            again = StepReplayer(window).loss_of(before)
             evidence["last_healthy_batch"] = {"loss_then": before.loss, "loss_now": again}
             unharmed = before if _rise(before.loss, again) < 0.5 * rise else None
 
         def better(then: StepSignals) -> bool:
             gained = _rise(then.loss, loss)
             if unharmed is not None and gained >= 0.5 * rise:
-                gained -= max(_rise(unharmed.loss, EarlierSteps(window).loss_of(unharmed)), 0.0)
+                gained -= max(_rise(unharmed.loss, StepReplayer(window).loss_of(unharmed)), 0.0)
             # Half of the rise, because the other half may be this batch.
             return gained >= 0.5 * rise
 
@@ -216,7 +216,7 @@ def diagnose_rise(window: Window, rollback: Rollback, loss: float, level: float,
         control = rollback.try_snapshot(rollback.states.generations()[0])
         if control is None:
             return found
-        again = EarlierSteps(window).loss_of(control)
+        again = StepReplayer(window).loss_of(control)
         found.evidence["earlier_batch"] = {"loss_then": control.loss, "loss_now": again}
         if _rise(control.loss, again) >= 0.5 * rise:
             return Diagnosis(FailureType.DIVERGENCE, Cause.COMPUTATION, found.evidence)

@@ -31,7 +31,7 @@ from ...hf.step import Window
 from ...hf.view import blueprint_of, kept_weights
 from ...journal.incident import Incident
 from ...ranks import votes
-from ...rollback.rollback import WentBack
+from ...rollback.rollback import RollbackRecord
 from ...run.healer import HealingContext
 from ...run.incidents import OpenIncident
 from ...run.run import Run
@@ -71,9 +71,9 @@ class NumericsHealer:
         return self.numerics.panel
 
     @property
-    def climb(self) -> RollbackClimb:
+    def climb(self) -> RollbackEscalation:
         """What goes back to a trusted state."""
-        return self.run.part(RollbackClimb)
+        return self.run.part(RollbackEscalation)
 
     @property
     def args(self) -> Any:
@@ -182,7 +182,7 @@ def _contained(what: Callable[[], dict[str, Any]], failed: str) -> dict[str, Any
 # ---- climb: takes the rungs of the rollback ladders: back to a trusted state with what has to change, or the end ----
 
 
-class RollbackClimb(NumericsHealer):
+class RollbackEscalation(NumericsHealer):
     """Goes back to a trusted state in the middle of a step, for any failure that this may cure."""
 
     # The last step in which the run went back.
@@ -267,7 +267,7 @@ class RollbackClimb(NumericsHealer):
         context.incident.evidence["loss_by_rate_scale"] = found
         return scale
 
-    def owe_checkpoint(self, went: WentBack | None) -> None:
+    def owe_checkpoint(self, went: RollbackRecord | None) -> None:
         """Checkpoints that are suspect now have to be replaced as soon as the loss is back."""
         suspects = went is not None and bool(went.suspects)
         if votes.from_first_rank("checkpoints are suspect", lambda: suspects, self.instrument.view.device):

@@ -10,7 +10,7 @@ import torch
 
 from ...failures.classify import describe_exception
 from ...failures.recipes import Action, Cause, FailureType, TrainingFault, UnrecoverableTrainingError
-from ...hf.memory import free_memory, is_out_of_memory, let_go, memory_figures
+from ...hf.memory import free_memory, is_out_of_memory, memory_figures, release_frames
 from ...hf.objective import StepSignals
 from ...hf.step import Window
 from ...journal.incident import Incident
@@ -18,7 +18,7 @@ from ...ranks import votes
 from ...run.healer import Healer, HealingContext
 from ...run.run import Run
 from ...system import processes
-from .healer import NumericsHealer, RollbackClimb
+from .healer import NumericsHealer, RollbackEscalation
 from .loss import AppliedSteps, RedFlagHealer, SpikeHealer
 from .nonfinite import CorruptedStateHealer, NonfiniteHealer
 from .replicas import ReplicaHealer
@@ -40,14 +40,14 @@ class StepJudge(Healer):
         self.rollback = run.rollback
         self.applied = AppliedSteps(run)
         # The others ask the run for these.
-        run.add(RollbackClimb(run), self.applied)
-        self.memory = MemoryWhileHealing(run)
+        run.add(RollbackEscalation(run), self.applied)
+        self.memory = OomDuringHealing(run)
         self.red_flags = RedFlagHealer(run)
         self.corrupted_state = CorruptedStateHealer(run)
         self.replicas = ReplicaHealer(run)
         self.nonfinite = NonfiniteHealer(run)
         self.spikes = SpikeHealer(run)
-        self.untrained_run = UntrainedRunHealer(run)
+        self.untrained_run = TooManySkippedSteps(run)
 
     def judge(self, window: Window) -> None:
         """Judges one step. It is left as it is, healed in place, or left out; or the run ends."""
@@ -168,12 +168,12 @@ class StepJudge(Healer):
     def before_save(self, step: int) -> None:
         self.numerics.watch.owed = False
 
-    def vouch_for_state(self) -> None:
+    def verify_state(self) -> None:
         """
         Right before a checkpoint is written, or rows are generated for an evaluation: searches the state for NaN and
         Inf that no loss has shown, and heals what it finds, so that the checkpoint can be trusted.
         """
-        self.memory.contain(self.corrupted_state.vouch_for_state, None)
+        self.memory.contain(self.corrupted_state.verify_state, None)
 
     def recomputed(self, incident: Incident) -> None:
         self.numerics.repeatability.owe(incident)
@@ -207,7 +207,7 @@ class StepJudge(Healer):
 # ---- memory while healing: keeps a run going, or ends it, where healing itself runs out of memory ----
 
 
-class MemoryWhileHealing(NumericsHealer):
+class OomDuringHealing(NumericsHealer):
     """Does something of ours, with or without the memory for it."""
 
     def contain(self, heal: Callable[[], None], window: Window | None, unsound: bool = False) -> None:
@@ -225,7 +225,7 @@ class MemoryWhileHealing(NumericsHealer):
             if left_to_others or not is_out_of_memory(error):
                 raise
         # Outside of the handler: what the failed attempt held is gone.
-        let_go(error)
+        release_frames(error)
         opened = self.run.journal.incidents[known:]
         corrupted = any(incident.failure is FailureType.CORRUPTED_STATE for incident in opened)
         unsound |= corrupted or self.rollback.states.displaced
@@ -278,7 +278,7 @@ _LEAST_TRAINED = 0.5
 _SKIPPED_IN_A_ROW = 20
 
 
-class UntrainedRunHealer(NumericsHealer):
+class TooManySkippedSteps(NumericsHealer):
     """Counts the steps of a run that an engine of its own leaves out, and looks at its end how much was trained."""
 
     def __init__(self, run: Run) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import mean
 
 from ...config.healing_config import HealingConfig
-from ...hf.experiments import EarlierSteps
+from ...hf.experiments import StepReplayer
 from ...hf.step import Control, Window
 from ...rollback.rollback import Rollback
 from ...rollback.snapshots import Snapshot
@@ -193,7 +193,7 @@ class RateTrial:
         with self.window.experiment():
             self.rollback.try_snapshot(self.start)
             for control in self.steps:
-                loss = EarlierSteps(self.window).train_on(control, scale)
+                loss = StepReplayer(self.window).train_on(control, scale)
                 if not loss <= self.limit:
                     return math.inf
                 losses.append(loss)

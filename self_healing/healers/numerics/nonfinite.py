@@ -9,7 +9,7 @@ from ...failures.recipes import FAILURE_RECIPES, THE_END, Action, Cause, Failure
 from ...hf.state import nonfinite_copies
 from ...hf.step import Window
 from ...ranks import votes
-from ...rollback.rollback import WentBack
+from ...rollback.rollback import RollbackRecord
 from ...run.healer import HealingContext
 from ...run.incidents import Diagnosis, OpenIncident
 from .diagnosis import diagnose, diagnose_start
@@ -180,7 +180,7 @@ class CorruptedStateHealer(NumericsHealer):
             # Otherwise a resume would go back to before the fault.
             instrument.saves.write_checkpoint()
 
-    def _undo_corruption(self, context: HealingContext) -> WentBack | None:
+    def _undo_corruption(self, context: HealingContext) -> RollbackRecord | None:
         """Between two steps: back to the newest trusted state, and the finished steps since then applied again."""
         context.finished = True
         self.actions.apply(FAILURE_RECIPES[FailureType.CORRUPTED_STATE].rungs[0].actions, context, self.args)
@@ -188,7 +188,7 @@ class CorruptedStateHealer(NumericsHealer):
             self.climb.owe_checkpoint(context.went_back)
         return context.went_back
 
-    def vouch_for_state(self) -> None:
+    def verify_state(self) -> None:
         """Searches what goes into a checkpoint for NaN and Inf that no loss has shown, and heals what it finds."""
         instrument = self.instrument
         if not instrument.view.can_reexecute:

@@ -153,7 +153,7 @@ class ReplicaHealer(NumericsHealer):
             # The weights are those that were compared, as they should have been.
             distance = found.distance_from(self._replicas.tensors())
             distances = votes.from_every_rank("how far the weights were off", distance, device)
-            odd = told_apart(of_ranks, after, distances, apart)
+            odd = outlier_by_distance(of_ranks, after, distances, apart)
         self._name(opened, odd)
         opened.wait()
 
@@ -175,7 +175,7 @@ def odd_by_majority(of_ranks: Sequence[SumsOfGroups], apart: Mapping[Group, Sequ
     return sorted(odd)
 
 
-def told_apart(
+def outlier_by_distance(
     of_ranks: Sequence[SumsOfGroups],
     after: Sequence[SumsOfGroups],
     distances: Sequence[float],

@@ -56,7 +56,7 @@ class NumericsState:
         # Incidents of this family, which all ranks open alike; a thread, or a service, opens others on one of them.
         self.opened = 0
         self.schedule = ScheduleWatch()
-        self.missing = MissingSteps()
+        self.missing = SkippedSteps()
         self.roll_back_for: Incident | None = None
         # The last step that was reported as not finite, and the last one that the detectors were shown.
         self.reported_step, self.observed_step = -2, -1
@@ -198,7 +198,7 @@ class NumericsState:
 # ---- missing steps: how many of a run's steps are not in its weights ----
 
 
-class MissingSteps(KeepsState):
+class SkippedSteps(KeepsState):
     """
     Counts the steps that are not in the weights: those that were left out, and those that went with a state the run
     went back from.

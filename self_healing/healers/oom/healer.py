@@ -16,8 +16,8 @@ from ...hf.memory import (
     OutOfMemory,
     free_memory,
     is_out_of_memory,
+    retry_after_freeing,
     smaller_batch,
-    with_room,
 )
 from ...hf.patching import Interception
 from ...hf.step import Window
@@ -384,7 +384,7 @@ class MemoryHealer(Healer):
         if ring is None or before is None:
             return False
         try:
-            with_room(lambda: ring.restore(before, view.live_state()), view.device)
+            retry_after_freeing(lambda: ring.restore(before, view.live_state()), view.device)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

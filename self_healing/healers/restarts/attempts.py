@@ -15,7 +15,7 @@ from ...journal.incident import Incident
 from ...ranks import votes
 from ...rollback.shared_memory import StateUnusable, StoredState
 from ...run.incidents import may_be_repeated
-from ...run.record import Attempt, Ending, RunRecord
+from ...run.record import Attempt, ExitReason, RunRecord
 from ...run.run import Run
 from ...run.status import StatusKeeper
 from ...system.files import POSTMORTEM_FILE
@@ -129,14 +129,14 @@ class Attempts:
     def ended(self) -> bool:
         """Whether it is written down how this process's part in the run has ended."""
         record = self.record
-        return record is None or not record.attempts or record.newest.ending is not Ending.RUNNING
+        return record is None or not record.attempts or record.newest.ending is not ExitReason.RUNNING
 
-    def end(self, ending: Ending, why: str = "") -> None:
+    def end(self, ending: ExitReason, why: str = "") -> None:
         """Writes down how this process's part in the run ends; what was written first counts."""
         record = self.record
         if record is None or self.ended:
             return
-        if ending is Ending.FINISHED and self.taken_up:
+        if ending is ExitReason.FINISHED and self.taken_up:
             # What an earlier process died of is not what became of the run.
             self.run.journal.set_aside_postmortem()
         newest = record.newest
@@ -217,7 +217,7 @@ def _judge(run: Run, start: Start) -> Refusal | None:
     spends = start.spends
     if start.died:
         _infer_death(run, start, earlier)
-    if record.ending is Ending.GAVE_UP and not start.by_hand:
+    if record.ending is ExitReason.GAVE_UP and not start.by_hand:
         refusal = gave_up(record)
     elif spends and not run.budget.spend(earlier.last_step):
         refusal = crash_loop(record, run.config.max_recovery_attempts)
@@ -247,7 +247,7 @@ def _infer_death(run: Run, start: Start, earlier: Attempt) -> None:
         opened.diagnosed(FailureType.PROCESS_DIED, "killed, or crashed in native code")
         opened.incident.steps_repeated = start.steps_to_repeat
         opened.acted(Action.RESUME, checkpoint=start.checkpoint, from_step=start.step)
-    earlier.ending, earlier.why = Ending.RESTART, "killed, or crashed in native code"
+    earlier.ending, earlier.why = ExitReason.RESTART, "killed, or crashed in native code"
 
 
 def _count_repeated_steps(run: Run, start: Start, refused: bool) -> None:
@@ -314,7 +314,7 @@ def _refuse(run: Run, start: Start, refused: Refusal) -> NoReturn:
             other_ranks=others,
         )
     attempts.postmortem = refused.postmortem
-    attempts.end(Ending.GAVE_UP, refused.why or refused.verdict + told)
+    attempts.end(ExitReason.GAVE_UP, refused.why or refused.verdict + told)
     raise UnrecoverableTrainingError(
         f"Training is not started again: {refused.verdict}{told}. What to do: {refused.advice} "
         f"Postmortem: {refused.postmortem or 'could not be written'}.",

@@ -35,7 +35,7 @@ from ...journal.postmortem import where_to_go_on
 from ...ranks.messages import Failure, where_all_are
 from ...rollback.shared_memory import ROOT, SharedStates, remove_rank
 from ...run.healer import CarryOut, HealingContext
-from ...run.record import Ending
+from ...run.record import ExitReason
 from ...run.run import Run
 from ...system import processes
 from ...system.files import OFF_FILE, replace_file
@@ -43,7 +43,7 @@ from ...system.processes import EXIT_FOR_RESTART, log_safely, restarts_on_exit
 from .attempts import Attempts
 from .emergency import publish, remove_emergency_checkpoints, save_emergency_checkpoint
 from .preemption import Preemption
-from .shared_memory import LastStep, remove_other_states
+from .shared_memory import FinalSnapshot, remove_other_states
 
 
 logger = logging.getLogger("self_healing")
@@ -56,13 +56,13 @@ logger = logging.getLogger("self_healing")
 _HEARING_OF_IT, _HEARING_WHERE = 2.5, 1.5
 
 
-class RunEnding:
+class Shutdown:
     """Writes down how a run ends, or this process's part in it: closes what is open, and leaves a postmortem."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.attempts = run.part(Attempts)
-        self.last_step = run.part(LastStep)
+        self.last_step = run.part(FinalSnapshot)
         # Whether the process ends for a restart as soon as `train()` of the wrapper has put its things away.
         self.ends_process = False
 
@@ -150,7 +150,7 @@ class RunEnding:
         """
         if self._is_started_again:
             logger.error("The process ends for a restart, because its device is lost.", exc_info=error)
-            self.attempts.end(Ending.RESTART, describe_exception(error))
+            self.attempts.end(ExitReason.RESTART, describe_exception(error))
             self.ends_process = True
 
     @property
@@ -165,11 +165,11 @@ class RunEnding:
         run, attempts = self.run, self.attempts
         if failure is not None or run.ranks.known:
             self._write_postmortem_beside(why, FailureType.HANG if failure is None else failure.failure, None)
-        ending = Ending.RESTART if code == EXIT_FOR_RESTART else Ending.FAILED
+        ending = ExitReason.RESTART if code == EXIT_FOR_RESTART else ExitReason.FAILED
         if failure is not None and failure.failure is FailureType.PREEMPTED:
-            ending = Ending.PREEMPTED
+            ending = ExitReason.PREEMPTED
         elif failure is not None and failure.for_good:
-            ending = Ending.GAVE_UP
+            ending = ExitReason.GAVE_UP
         attempts.end(ending, why)
         # Last: a disk that hangs here keeps nothing from the next process.
         run.healers.process_ends()
@@ -185,7 +185,7 @@ class RunEnding:
         Writes down that the run came to its end; what was only there for a restart goes, and what was put off is done.
         """
         attempts, preemption = self.attempts, self.run.part(Preemption)
-        attempts.end(Ending.FINISHED)
+        attempts.end(ExitReason.FINISHED)
         if attempts.resume_point is not None or attempts.taken_up:
             remove_emergency_checkpoints(self._output_dir)
         if preemption.raised is not None:
@@ -211,12 +211,12 @@ class RunEnding:
             point = attempts.resume_point
             path = None if point is None else publish(point.path, self._output_dir)
             self._write_postmortem_of(error, FailureType.INTERRUPTED, "the run was interrupted", path)
-            attempts.end(Ending.INTERRUPTED, why)
+            attempts.end(ExitReason.INTERRUPTED, why)
             return
         told = isinstance(error, UnrecoverableTrainingError)
         if not told and run.journal.directions is None:
             self._write_postmortem_of(error, classify_exception(error), why)
-        attempts.end(Ending.GAVE_UP if self._is_for_good(error) else Ending.FAILED, why)
+        attempts.end(ExitReason.GAVE_UP if self._is_for_good(error) else ExitReason.FAILED, why)
         # Those of the emergency checkpoint: the process may be about to end.
         run.checksums.wait()
 
@@ -384,10 +384,10 @@ def ending_the_job(config: HealingConfig, args: Any, *meant: type[Exception]) ->
 
 
 # After which another process goes on with the run, if a launcher starts one.
-_GOES_ON = frozenset({Ending.RUNNING, Ending.RESTART, Ending.FAILED})
+_GOES_ON = frozenset({ExitReason.RUNNING, ExitReason.RESTART, ExitReason.FAILED})
 
 
-def let_snapshots_outlive(run: Run) -> None:
+def keep_snapshots_after_exit(run: Run) -> None:
     """Has snapshots taken in shared memory, where a launcher will start the job again."""
     args, config, memory = run.trainer.args, run.config, run.part(Attempts).memory
     place = args.output_dir, run.run_id, args.process_index, args.world_size
@@ -405,7 +405,7 @@ def leave_snapshots(run: Run) -> None:
     """Leaves them to the next process, or removes them if there will be none."""
     args, record, shared = run.trainer.args, run.part(Attempts).record, run.rollback.shared
     # What one rank gives up may be tried once more: that is for the first one to decide, in the record.
-    alone = record is not None and args.process_index > 0 and record.ending is Ending.GAVE_UP
+    alone = record is not None and args.process_index > 0 and record.ending is ExitReason.GAVE_UP
     goes_on = record is not None and (record.ending in _GOES_ON or alone)
     if goes_on and restarts_on_exit(run.config):
         if shared is not None:

@@ -16,7 +16,7 @@ from ...checkpoints.marker import step_of
 from ...failures.recipes import Action, FailureType, Interruption
 from ...hf.patching import is_training
 from ...ranks.messages import Failure
-from ...run.record import Ending
+from ...run.record import ExitReason
 from ...run.run import Run
 from ...run.status import RunState
 from ...system.processes import EXIT_FOR_RESTART
@@ -163,12 +163,12 @@ class Preemption:
             attempts.status.end(RunState.LEFT, step, name)
         raise self.raised or SystemExit(code)
 
-    def _ending(self, why: str) -> tuple[Ending, str]:
+    def _ending(self, why: str) -> tuple[ExitReason, str]:
         """
         Tells a preemption from what a launcher sends to the processes that are left, once one of them has failed:
         that is an attempt without success, and is counted as one.
         """
         first = self._run.ranks.first_failure()
         if first is None or first.failure is FailureType.PREEMPTED:
-            return Ending.PREEMPTED, why
-        return Ending.RESTART, f"{first}; {why}"
+            return ExitReason.PREEMPTED, why
+        return ExitReason.RESTART, f"{first}; {why}"

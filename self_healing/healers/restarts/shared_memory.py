@@ -126,7 +126,7 @@ def newest_beyond(steps: Sequence[SharedStep], run: str, step: int) -> SharedSte
 _SETTLING = 1.0
 
 
-class LastStep:
+class FinalSnapshot:
     """
     Leaves the state after the last finished step to the process that goes on with the run: each of several ranks its
     own, whether it has failed itself or waits for the one that has.

@@ -29,7 +29,7 @@ from ...journal.journal import Journal
 from ...journal.terminal import speaking_of
 from ...ranks import votes
 from ...rollback.shared_memory import StoredState, directory_of
-from ...run.record import Ending, RunRecord, UnreadableRecordError, first_call
+from ...run.record import ExitReason, RunRecord, UnreadableRecordError, first_call
 from ...run.status import RunState, read_status
 from ...system import processes
 from ...system.files import OFF_FILE, STATE_FILE
@@ -40,7 +40,7 @@ from .shared_memory import SharedStep, newest_beyond, open_in_memory, steps_in_m
 logger = logging.getLogger("self_healing")
 
 # Endings after which a person looks at the run before it is started by hand, and not a launcher.
-_LOOKED_AT = frozenset({Ending.FAILED, Ending.GAVE_UP, Ending.INTERRUPTED})
+_LOOKED_AT = frozenset({ExitReason.FAILED, ExitReason.GAVE_UP, ExitReason.INTERRUPTED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +64,15 @@ class Start:
     @property
     def died(self) -> bool:
         """Whether the process before this one ended without saying so."""
-        return self.record is not None and self.record.ending is Ending.RUNNING
+        return self.record is not None and self.record.ending is ExitReason.RUNNING
 
     @property
     def spends(self) -> bool:
         """Whether it is one more attempt without progress: the one before began at the same step, or later."""
         record = self.record
-        if record is None or self.by_hand or record.ending is Ending.FINISHED:
+        if record is None or self.by_hand or record.ending is ExitReason.FINISHED:
             return False
-        if record.ending is Ending.PREEMPTED and not self.by_agent:
+        if record.ending is ExitReason.PREEMPTED and not self.by_agent:
             # A machine that is taken away again and again is no fault of the run. Where the launcher was not taken
             # away with it, the signal came from the launcher, because another process had failed.
             return False
@@ -160,7 +160,7 @@ def _look_for_start(search: _Search, passed_over: list[Verdict]) -> Start:
     taken_up = False
     if record is not None and restarted and continues(record, launch, requested):
         taken_up = True
-        in_memory = () if came_to_nothing(record) else search.in_memory
+        in_memory = () if no_progress_from_memory(record) else search.in_memory
         # Those on disk are not read through, which takes longer than all the rest, if none can be further.
         shared = newest_beyond(in_memory, record.run, _newest_complete_step(output_dir))
         if shared is not None:
@@ -183,7 +183,7 @@ def refuse_to_train_beside(record: RunRecord) -> None:
     """Refuses to train into a directory in which another process of this machine still trains."""
     newest = record.newest
     elsewhere = newest.host != socket.gethostname() or newest.pid == os.getpid()
-    if newest.ending is not Ending.RUNNING or elsewhere:
+    if newest.ending is not ExitReason.RUNNING or elsewhere:
         return
     if state_of(newest.pid, newest.process_began) in (State.RUNS, State.STOPPED):
         raise CheckpointError(
@@ -198,7 +198,7 @@ def refusal_of_another_job(checkpoint: str, trainer: Any) -> str | None:
     return None if why is None else f"{checkpoint} is whole, and this job cannot go on from it: {why}."
 
 
-def came_to_nothing(record: RunRecord) -> bool:
+def no_progress_from_memory(record: RunRecord) -> bool:
     """Whether the process before this one has finished no step since it went on from memory: the state may be why."""
     newest = record.newest
     in_memory = newest.resumed_from is not None and newest.resumed_from.startswith(str(directory_of(record.directory)))
@@ -293,7 +293,7 @@ def start_of(
         return Start(checkpoint, step)
     if not taken_up:
         newest_wanted = requested is True or requested == "auto"
-        if not newest_wanted or record.ending is Ending.FINISHED:
+        if not newest_wanted or record.ending is ExitReason.FINISHED:
             # Whoever names a checkpoint begins another branch: what the run wrote after it is not of this one.
             return Start(checkpoint, step)
         marker = None if checkpoint is None else read_marker(Path(checkpoint))
