@@ -32,7 +32,7 @@ from self_healing.hf.reentry import Reentry
 from self_healing.hf.state import local
 from self_healing.hf.step import StepRecord
 from self_healing.ranks import votes as consensus
-from self_healing.rollback import ring
+from self_healing.rollback import ring, rollback
 from self_healing.rollback.ring import SnapshotRing
 from self_healing.rollback.trusted import TrustedStates
 
@@ -229,8 +229,8 @@ def checkpoint_elsewhere(directory: Path, rank: int) -> dict[str, Any]:
         def is_dir(self, **kwargs: Any) -> bool:
             return rank == 0 and super().is_dir(**kwargs)
 
-    patched = mock.patch.object(ring, "Path", Elsewhere, create=True)
-    reloaded = mock.patch.object(ring, "reload_checkpoint", lambda _, path: loaded.append(path))
+    patched = mock.patch.object(rollback, "Path", Elsewhere, create=True)
+    reloaded = mock.patch.object(rollback, "reload_checkpoint", lambda _, path: loaded.append(path))
     ended = ""
     with patched, reloaded:
         try:

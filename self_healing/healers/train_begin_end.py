@@ -131,6 +131,7 @@ def _take_in(run: Run, rules: Sequence[MetricRule], resumed_from: str | None, sa
 def _attach(run: Run, first: bool) -> None:
     """Attaches the instrument, and then what goes around it: what is attached later is called first."""
     instrument, closing = run.instrument, ClosingReport(run)
+    run.add(closing)
     if not run.wrapped:
         # Last of all: what is taken off first may still write something down.
         instrument.on_detach.insert(0, closing.write)
@@ -645,6 +646,8 @@ class RunEvents(Healer):
         if run.attached is not None:
             # Nothing else says that `train()` is over.
             run.attached.detach()
+            # The trainer may have been given back, and the report written, before it was known how the run ends.
+            run.part(ClosingReport).write()
 
     def broken(self, error: Exception) -> None:
         run = self._run

@@ -9,8 +9,10 @@ from typing import Any
 
 from ...checkpoints.marker import change_marker, write_marker
 from ...checkpoints.retention import disk_full
-from ...failures.classify import could_not_be_written, describe_exception
+from ...failures.classify import classify_exception, could_not_be_written, describe_exception
+from ...failures.recipes import FailureType
 from ...hf.adapter import Instrument
+from ...hf.memory import free_memory, release_frames
 from ...hf.saving import emergency_path, write_checkpoint
 from ...hf.trainer_state import PENDING, Pending, ResumePoint, save_generated
 from ...run.run import Run
@@ -34,17 +36,22 @@ def save_emergency_checkpoint(run: Run, heals: bool = False) -> ResumePoint | No
     if point is None:
         return None
     saves, view = instrument.saves, instrument.view
-    if not (saves.finite_once_healed(point.bookkeeping) if heals else not view.nonfinite_tensors()):
-        return None
     path = emergency_path(instrument.trainer)
-    exported = instrument.ledger.export() | {PENDING: point.pending.to_dict()}
-    try:
-        _write_emergency(run, path, exported)
-    except Exception as error:
-        if not could_not_be_written(error) or not checkpoints.give_way():
-            raise
-        logger.warning("%s could not be written (%s); trying once more.", path, describe_exception(error))
-        _write_emergency(run, path, exported)
+    for last in (False, True):
+        # What has struck the weights meanwhile is healed as well, or is not saved.
+        if not (saves.finite_once_healed(point.bookkeeping) if heals else not view.nonfinite_tensors()):
+            return None
+        try:
+            _write_emergency(run, path, instrument.ledger.export() | {PENDING: point.pending.to_dict()})
+            break
+        except Exception as error:
+            hopeless = classify_exception(error) in (FailureType.DEVICE, FailureType.PROCESS_DIED)
+            if last or hopeless or (could_not_be_written(error) and not checkpoints.give_way()):
+                raise
+            logger.warning("%s could not be written (%s); trying once more.", path, describe_exception(error))
+            release_frames(error)
+        # Outside the handler: what the exception held is gone.
+        free_memory(view.device)
     point.path = str(path)
     return point
 
