@@ -125,7 +125,8 @@ class Desk:
         config = HealingConfig(**settings_among({"hang_floor_seconds": 0.3, "GRACE_SECONDS": 0.5, **settings}))
         self.run: Any = assemble(config, directory, run_id="run", wrapped=True)
         self.run.heartbeat = self.heartbeat = Heartbeat(1)
-        self.run.attached = SimpleNamespace(view=SimpleNamespace(step=7, at_the_end=ending))
+        trainer = SimpleNamespace(control=SimpleNamespace(should_training_stop=ending))
+        self.run.attached = SimpleNamespace(view=SimpleNamespace(step=7, last_step_done=False), trainer=trainer)
         self.journal = self.run.journal
         self.watch = HangWatch(self.run, None)
         self.watchdog = self.watch._watchdog
