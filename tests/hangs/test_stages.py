@@ -11,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from constants import settings_among
 
-from self_healing import FailureType, HealingConfig, Incident
+from self_healing import Action, FailureType, HealingConfig, Incident
 from self_healing.healers.assembly import assemble
 from self_healing.healers.hangs.watchdog import Watchdog
 from self_healing.hf.sections import Heartbeat
@@ -87,6 +88,23 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(logging, "shutdown", lambda: None)
+
+
+def test_a_step_that_compiles_for_a_new_shape_is_no_hang_and_is_told_of_like_the_first_ones(
+    watch: Callable[..., Watched],
+) -> None:
+    watched, found = watch(), list[int]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        for seconds in (290.0, 20.0):
+            watched.wait(seconds)
+            found.append(len(watched.incidents))
+        return graph.forward
+
+    watched.heartbeat.enter("step")
+    assert torch.compile(lambda number: number + 1, backend=backend)(torch.ones(2)).sum() == 4
+    assert found == [0, 1]
+    assert watched.incidents[0].actions == [Action.WRITE_STACKS]
 
 
 def test_of_ranks_in_different_collectives_none_is_blamed_and_all_say_the_same(

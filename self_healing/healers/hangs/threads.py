@@ -26,6 +26,9 @@ import torch.distributed
 _READING = threading.Lock()
 
 
+_COMPILER = os.path.join("torch", "_dynamo", "convert_frame.py")
+
+
 def current_frames() -> dict[int, FrameType]:
     """Gives the frame of each thread."""
     with _READING:
@@ -36,6 +39,18 @@ def current_frames() -> dict[int, FrameType]:
         finally:
             if collects:
                 gc.enable()
+
+
+def compiles() -> bool:
+    """Whether a thread of this process compiles a model (`torch.compile`), as it does for each new shape."""
+    for frame in current_frames().values():
+        at: FrameType | None = frame
+        while at is not None:
+            # What runs a model that is compiled comes by other files.
+            if at.f_code.co_filename.endswith(_COMPILER):
+                return True
+            at = at.f_back
+    return False
 
 
 def write_stacks(path: Path, headline: str, training_thread: int) -> None:

@@ -21,7 +21,7 @@ from ...journal.incident import Incident
 from ...ranks.messages import Failure, Position, behind, where_all_are, where_all_wait
 from ...run.run import Run
 from ...system.processes import EXIT_FOR_RESTART, restarts_on_exit
-from .threads import collective_in, current_frames, line_of, user_line_of, write_stacks
+from .threads import collective_in, compiles, current_frames, line_of, user_line_of, write_stacks
 
 
 logger = logging.getLogger("self_healing")
@@ -241,15 +241,20 @@ class Watchdog:
             # Another rank is on its way, or heals something: how long that may take is for its own watchdog.
             self._excuse(beats, min(since_last, self._interval))
             return
-        limit, known = self._limit(section)
+        limit, known = self._limit(section, elapsed)
         if elapsed > limit:
             self._sound(_Alarm(beats, section.name, since, limit, known), elapsed, stopping)
 
-    def _limit(self, section: Section) -> tuple[float, bool]:
-        """Gives the seconds that a part may take without a sign of life, and whether that is known from earlier."""
+    def _limit(self, section: Section, elapsed: float = 0.0) -> tuple[float, bool]:
+        """
+        Gives the seconds that a part may take without a sign of life, and whether that is known from earlier: not of
+        one that has gone on for `elapsed` seconds because a shape has come up that it compiles for.
+        """
         floor = self._run.config.hang_floor_seconds
         learned = self._heartbeat.limit(section, FACTOR, floor)
-        return (self._heartbeat.limit_at_first(section, floor), False) if learned is None else (learned, True)
+        if learned is None or (elapsed > learned and compiles()):
+            return self._heartbeat.limit_at_first(section, floor), False
+        return learned, True
 
     def _excuse(self, beats: int, seconds: float) -> None:
         self._excused = beats, self._excused_since(beats) + seconds
