@@ -72,6 +72,10 @@ class Snapshot:
     block: HostBlock | None = None
     stored: Path | None = None
     under_way: list[Transfer] = field(default_factory=list)
+    # Whether a forward wrote to the weights while they were copied: part of the copy is older than the rest.
+    written_to: bool = False
+    # What is copied beside the computation, and how often it had been written to by then.
+    _copied: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     # What [`nonfinite`] has found, once it was asked.
     _nonfinite: list[str] | None = None
 
@@ -95,7 +99,7 @@ class Snapshot:
         """
         began = time.perf_counter()
         self.wait()
-        self._nonfinite = None
+        self.written_to, self._copied, self._nonfinite = False, [], None
         # What changes without an `optimizer.step()` is copied in the stream that all is computed in: buffers, which a
         # forward pass changes, and the scale, which may change where a step is left out.
         at_once, beside = list[Pair](), list[Pair]()
@@ -138,18 +142,27 @@ class Snapshot:
             if transfer is None:
                 copy_all(pairs, non_blocking=False)
             else:
+                self._copied += [(tensor, tensor._version) for _, tensor in pairs]
                 self.under_way.append(transfer(device, partial(copy_all, pairs, non_blocking=True)))
 
     def wait(self) -> None:
         """Waits until the copy is complete, and measures it."""
         if self.under_way:
+            self._look_for_writes()
             self.seconds += max(transfer.wait() for transfer in self.under_way)
             self.under_way = []
 
     def join(self) -> None:
-        """Orders all later work of the devices after the copy; the host does not wait."""
+        """Orders all later work of the devices after the copy, before weights change; the host does not wait."""
+        self._look_for_writes()
         for transfer in self.under_way:
             transfer.join()
+
+    def _look_for_writes(self) -> None:
+        """Once, before the optimizer writes to what was copied."""
+        copied, self._copied = self._copied, []
+        if any(tensor._version != version for tensor, version in copied):
+            self.written_to, self._nonfinite = True, ["written to while they were copied"]
 
     def nonfinite(self) -> list[str]:
         """Names of the tensors that were not finite when it was taken. Waits for the copy."""

@@ -62,6 +62,8 @@ class TrustedStates:
         self._entry_step = 0
         self._cold = False
         self._optimizer: Any = None
+        # Whether a forward was seen to write to the weights: training waits for copies of them.
+        self._forward_writes = False
         # The step in which a candidate was refused.
         self._refused_at = -1
 
@@ -224,7 +226,7 @@ class TrustedStates:
         optimizer_in_training_mode(self.instrument.trainer)
         kept = {"rng": RandomState.capture(self.device), "control": self.batches.newest_healthy}
         self.interval.last_taken = step
-        if self._copy(TAKEN, step, self._learned.remember() | kept):
+        if self._copy(TAKEN, step, self._learned.remember() | kept, wait=self._forward_writes):
             return True
         self._rely_on_disk(size_of(self.live))
         return False
@@ -309,6 +311,7 @@ class TrustedStates:
 
     def _refuse(self, candidate: Snapshot, step: int, bad: list[str]) -> list[str]:
         self._refused_at = step
+        self._forward_writes |= candidate.written_to
         self.ring.discard()
         self._journal.event("snapshot_refused", step, taken_at=candidate.step, tensors=bad[:20])
         logger.warning(

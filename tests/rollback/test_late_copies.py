@@ -63,3 +63,21 @@ def test_an_update_that_failed_half_way_is_undone(late: None, tmp_path: Path, to
     healed = trained("healed", times=1)
     assert journal(tmp_path / "healed", "outcome")[0]["steps_lost"] == 0
     assert_same_weights(healed, trained("plain", times=0))
+
+
+def test_where_a_forward_writes_to_weights_a_torn_copy_is_refused_and_training_waits_for_the_next(
+    late: None, tmp_path: Path, tokenizer: Any
+) -> None:
+    def clamp(module: torch.nn.Module, *_: Any) -> None:
+        with torch.no_grad():
+            module.weight.clamp_(-1, 1)
+
+    healing = SelfHealingCallback(HealingConfig(snapshot_interval=1, snapshot_verify_steps=2))
+    callbacks = [healing, WeightFault(a_few_nans, 12)]
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=callbacks, max_steps=14, gradient_accumulation_steps=1)
+    trainer.model.model.embed_tokens.register_forward_pre_hook(clamp)
+    trainer.train()
+    (refused,) = journal(tmp_path, "snapshot_refused")
+    assert refused["tensors"] == ["written to while they were copied"]
+    (back,) = [event for event in journal(tmp_path, "action") if event["action"] == "roll_back"]
+    assert (back["state"], back["to_step"]) == ("newest", 9)
