@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -393,24 +393,16 @@ def is_adopted(trainer: Trainer) -> bool:
 # ---- actions: carries out actions in the run that a callback heals ----
 
 
-class HasRun(Protocol):
-    """Is attached to a run, or to none."""
-
-    @property
-    def run(self) -> Run | None:
-        """The run that goes on, or has come to its end; `None` before the first."""
-
-
 class HealingActions:
     """
     Carries out actions, for code of your own that decides what is to be done.
 
     Args:
-        healing ([`HasRun`]):
+        healing ([`SelfHealingCallback`]):
             The callback, asked at each call for the run it is attached to.
     """
 
-    def __init__(self, healing: HasRun) -> None:
+    def __init__(self, healing: SelfHealingCallback) -> None:
         self._healing = healing
 
     def apply(

@@ -71,11 +71,13 @@ from .run.healer import Claim, HealingContext, claim_by_recipe
 from .run.record import RunRecord
 from .run.run import Run
 from .system import processes
-from .system.processes import EXIT_FOR_RESTART, end_at_once, log_safely
+from .system.processes import EXIT_FOR_RESTART, contained, end_at_once
 from .system.random_state import RandomState
 
 
 logger = logging.getLogger("self_healing")
+
+_LEFT = "self_healing failed at the beginning or the end of a run, which stays as it is."
 
 
 # ---- trainer: whatever needs `train()` to be entered again ----
@@ -207,7 +209,8 @@ class SelfHealingTrainer:
         guard = ReportingGuard(self.trainer, reporting, closing.before_closing)
         try:
             # First: from here on the others learn in seconds of what ends this rank.
-            _contained(run.part(HangWatch).listen)
+            with contained(logger, _LEFT):
+                run.part(HangWatch).listen()
             guard.attach()
             take_up(run, start)
             adopt_run(self.trainer, run)
@@ -237,7 +240,8 @@ class SelfHealingTrainer:
                 closing.write,
                 partial(tell_end, run, left_by),
             ):
-                _contained(leave)
+                with contained(logger, _LEFT):
+                    leave()
             if run.part(Shutdown).ends_process:
                 end_at_once(EXIT_FOR_RESTART)
         return output
@@ -273,7 +277,8 @@ class SelfHealingTrainer:
         record = start.record or RunRecord(Path(args.output_dir), run.run_id)
         run.part(Attempts).keep(record, taken_up=start.record is not None)
         run.part(Attempts).memory = start.memory
-        _contained(partial(keep_snapshots_after_exit, run))
+        with contained(logger, _LEFT):
+            keep_snapshots_after_exit(run)
         if args.process_index == 0:
             note_start(run.journal, start, args.output_dir)
         return run, start
@@ -430,16 +435,6 @@ class SelfHealingTrainer:
                 return HealingReport()
         return HealingReport.from_incidents(
             run.journal.of_all_ranks, str(run.journal.path), run.part(NumericsState).rate_in_force()
-        )
-
-
-def _contained(leave: Callable[[], Any]) -> None:
-    """Does one thing where a run was left: neither its result nor the exception that ended it is lost for it."""
-    try:
-        leave()
-    except Exception:
-        log_safely(
-            logger, logging.ERROR, "self_healing failed after the end of a run, which stays as it is.", exc_info=True
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import logging
 import math
 import os
@@ -12,7 +11,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from ..run.run import REFUND_STEPS, Run
 from ..run.status import RunState
 from ..system import processes
 from ..system.files import remove_leftovers
-from ..system.processes import Process, log_safely
+from ..system.processes import Process, contained
 from .assembly import load_state
 from .data.healer import SampleHealer
 from .hangs.healer import HangWatch
@@ -437,20 +436,11 @@ _NAMED = 3
 _USUAL = 10
 
 
-def _contained(tell: Callable[..., None]) -> Callable[..., None]:
-    """What cannot be said is no matter of the training, and must not take the place of the exception that ends it."""
-
-    @functools.wraps(tell)
-    def telling(*args: Any, **kwargs: Any) -> None:
-        try:
-            tell(*args, **kwargs)
-        except Exception:
-            log_safely(logger, logging.ERROR, "A line about the run as a whole could not be written.", exc_info=True)
-
-    return telling
+# What cannot be said is no matter of the training, and must not take the place of the exception that ends it.
+_said_if_possible = contained(logger, "A line about the run as a whole could not be written.")
 
 
-@_contained
+@_said_if_possible
 def start_speaking(run: Run, rank: int) -> None:
     """Has a terminal speak for one `train()` call: until [`pause_speaking`], and then inside of its parts."""
     run.terminal = terminal = Terminal(rank)
@@ -463,7 +453,7 @@ def pause_speaking(run: Run) -> None:
         run.terminal.stop()
 
 
-@_contained
+@_said_if_possible
 def stop_speaking(run: Run, left_by: BaseException | None) -> None:
     """Says what became of a run, and falls silent; does nothing where something else speaks, or nothing any more."""
     terminal, run.terminal = run.terminal, None
@@ -473,7 +463,7 @@ def stop_speaking(run: Run, left_by: BaseException | None) -> None:
         terminal.stop()
 
 
-@_contained
+@_said_if_possible
 def tell_start(run: Run, instrument: Instrument) -> None:
     """Says what is healed in a run, what is not, and where its journal is."""
     if run.journal.rank != 0:
@@ -525,7 +515,7 @@ def _tell_of_silent_rules(run: Run, instrument: Instrument) -> None:
         announce(text, logging.WARNING)
 
 
-@_contained
+@_said_if_possible
 def tell_end(run: Run, left_by: BaseException | None) -> None:
     """Says how a run ended, and what its incidents come to."""
     incidents = run.journal.of_all_ranks

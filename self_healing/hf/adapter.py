@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -188,10 +188,6 @@ class Instrument:
         """Hands calls of a model, with what hooks do around them, to `wrapper(original, *args, **kwargs)`."""
         compiled = getattr(model, "_compiled_call_impl", None) is not None
         return self.intercept(model, "_compiled_call_impl" if compiled else "_call_impl", wrapper)
-
-    def release_calls(self, interceptions: Sequence[Interception]) -> None:
-        """Takes back what [`intercept_calls`] and [`intercept`] did; others of the same models stay."""
-        self.replaced.give_back(interceptions)
 
     @contextlib.contextmanager
     def random_state_kept(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -158,10 +158,11 @@ class TrainerView:
 
     @property
     def initial_rate(self) -> float | None:
-        """The rate that the schedule begins with, of the first parameter group; `None` if it is not known."""
+        """The rate that the schedule begins with; `None` if it is not known, or not the same for all parameters."""
         groups = getattr(unwrap_optimizer(self._trainer.optimizer), "param_groups", [])
-        rate = groups[0].get("initial_lr") if len(groups) == 1 or _all_alike(groups) else None
-        return None if rate is None else float(rate)
+        # Groups with rates of their own are the user's matter.
+        rates = {float(group["initial_lr"]) for group in groups if group.get("initial_lr") is not None}
+        return rates.pop() if len(rates) == 1 else None
 
     @property
     def beta2(self) -> float | None:
@@ -288,11 +289,6 @@ def _why_only_watched(trainer: Any) -> str | None:
 def _spreads_rows(trainer: Any) -> bool:
     sizes = [getattr(trainer, name, None) for name in ("get_cp_size", "get_sp_size")]
     return any((size() or 1) > 1 for size in sizes if size is not None)
-
-
-def _all_alike(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all parameter groups begin with the same rate: groups with rates of their own are the user's matter."""
-    return len({float(group["initial_lr"]) for group in groups if group.get("initial_lr") is not None}) == 1
 
 
 def _inside(module: torch.nn.Module) -> torch.nn.Module:

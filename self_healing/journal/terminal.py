@@ -114,7 +114,9 @@ class Terminal(logging.Handler):
         if record.exc_info:
             text += "\n" + (self.formatter or _TRACEBACK).formatException(record.exc_info)
         colour = _colour_of(record)
-        if colour is not None and _takes_colours(stream):
+        # https://no-color.org
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not _is_terminal(stream)
+        if colour is not None and not plain:
             name = f"{colour}{name}\x1b[0m"
         if os.getpid() == self._process:
             tqdm.write(f"{name} {text}", file=stream)
@@ -197,11 +199,6 @@ def _colour_of(record: logging.LogRecord) -> str | None:
     if severity is None and record.levelno >= logging.WARNING:
         severity = "error" if record.levelno >= logging.ERROR else "warning"
     return _COLOURS.get(str(severity))
-
-
-def _takes_colours(stream: TextIO) -> bool:
-    # https://no-color.org
-    return _is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _is_terminal(stream: TextIO) -> bool:

@@ -165,7 +165,9 @@ _CHECKPOINTS = ("checkpoint-*", "last-checkpoint")
 def own_patterns(output_dir: str | os.PathLike[str], healing_dir: str | os.PathLike[str] | None = None) -> list[str]:
     """Returns patterns of `fnmatch` for all files of self_healing in an `output_dir`, relative to it."""
     prefixes = _prefixes(output_dir, healing_dir)
-    patterns = [prefix + name for prefix in prefixes for name in (*RUN_FILES, *_own_reports(output_dir, prefix))]
+    ours = [prefix + name for prefix in prefixes for name in REPORT_FILES]
+    patterns = [prefix + name for prefix in prefixes for name in RUN_FILES]
+    patterns += [report for report in ours if not is_foreign_report(Path(output_dir, report))]
     patterns += [f"{checkpoint}/{name}" for checkpoint in _CHECKPOINTS for name in CHECKPOINT_FILES]
     if _is_own_gitignore(Path(output_dir, GITIGNORE)):
         patterns.append(GITIGNORE)
@@ -206,10 +208,6 @@ def _prefixes(output_dir: str | os.PathLike[str], healing_dir: str | os.PathLike
     if inside == os.curdir or inside.startswith(os.pardir):
         return ("",)
     return ("", f"{Path(inside).as_posix()}/")
-
-
-def _own_reports(output_dir: str | os.PathLike[str], prefix: str) -> list[str]:
-    return [name for name in REPORT_FILES if not is_foreign_report(Path(output_dir, prefix, name))]
 
 
 def is_foreign_report(path: Path) -> bool:

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -215,3 +215,12 @@ def log_safely(logger: logging.Logger, level: int, message: str, *args: Any, **o
         with suppress(Exception):
             print("[self_healing] A logging handler of this program raised:", file=sys.stderr)
             traceback.print_exc()
+
+
+@contextlib.contextmanager
+def contained(logger: logging.Logger, message: str) -> Iterator[None]:
+    """What a block raises is logged, and must not take the place of what a run ends with."""
+    try:
+        yield
+    except Exception:
+        log_safely(logger, logging.ERROR, message, exc_info=True)

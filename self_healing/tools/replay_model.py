@@ -198,7 +198,7 @@ def _arguments(cls: type, blueprint: Mapping[str, Any], scratch: str, notes: lis
     args_class = _library_class(blueprint["arguments_class"]) or _library_class(own)
     written = blueprint["arguments"]
     known = {each.name for each in dataclasses.fields(args_class) if each.init} - _NOT_OF_THE_LOSS
-    taken = {name: value for name, value in written.items() if name in known and not _is_hidden(value)}
+    taken = {name: value for name, value in written.items() if name in known}
     on_cpu = not torch.accelerator.is_available()
     for name in ("torch_compile", "use_liger_kernel"):
         if written.get(name):
@@ -213,11 +213,6 @@ def _arguments(cls: type, blueprint: Mapping[str, Any], scratch: str, notes: lis
         notes.append(f"it was one of {blueprint['processes']} processes: the others' rows are not in the gradient")
     plain = {"output_dir": scratch, "use_cpu": on_cpu, "report_to": [], "save_strategy": "no", "eval_strategy": "no"}
     return args_class(**taken, **plain, optim="sgd")
-
-
-def _is_hidden(value: Any) -> bool:
-    """Whether it is the name of a token, in the place of one (`TrainingArguments.to_dict`)."""
-    return isinstance(value, str) and value.startswith("<") and value.endswith("_TOKEN>")
 
 
 def _tokenizer(model: Any) -> PreTrainedTokenizerFast:

@@ -12,7 +12,6 @@ from .guard import (
     Guard,
     LetPass,
     Proxy,
-    Supply,
     candidates,
     copies_of,
     may_be_the_sample,
@@ -177,7 +176,8 @@ class GuardedCollator(Proxy):
 
     _own = frozenset({"wrapped", "guard", "supply"})
 
-    def __init__(self, wrapped: Callable[[Any], Any], guard: Guard, supply: Supply) -> None:
+    def __init__(self, wrapped: Callable[[Any], Any], guard: Guard, supply: Any) -> None:
+        # The guarded dataset or stream: it has samples to take the place of others.
         self.wrapped = wrapped
         self.guard = guard
         self.supply = supply

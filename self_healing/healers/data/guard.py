@@ -8,7 +8,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch.utils.data import get_worker_info
 
@@ -225,19 +225,6 @@ def copies_of(samples: Any) -> Any:
 
 
 # ---- substitutes ----
-
-
-class Supply(Protocol):
-    """Source of substitutes for the collator: the guarded dataset or stream."""
-
-    def substitutes(self, name: SampleName) -> Iterator[tuple[SampleName, Any]]:
-        """Yields samples to take the place of another one, with their names, in an order that depends on it alone."""
-
-    def refuse(self, name: SampleName, sample: Any) -> None:
-        """Gives back a substitute that is not used."""
-
-    def describe(self, name: SampleName) -> dict[str, Any]:
-        """The fields of a [`BadSample`] that say where a sample is."""
 
 
 def candidates(index: int, length: int, seed: int) -> Iterator[int]:

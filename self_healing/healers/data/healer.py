@@ -7,13 +7,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from ...failures.recipes import Action, FailureType
 from ...failures.retry import RetryPolicy
 from ...hf.adapter import Instrument
 from ...hf.dataloader import TrainingLoader
-from ...journal.incident import Incident
 from ...run.healer import Healer, HealingContext
 from ...run.run import Run
 from ...system import processes
@@ -37,21 +36,11 @@ _FEWEST_SAMPLES = 100
 _LISTED = 20
 
 
-class LoadCalls(Protocol):
-    """Calls that load a sample, made again where that may help."""
-
-    def call(
-        self, service: str, rewind: Callable[[], None], function: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any: ...
-
-    def take_back(self) -> Incident | None:
-        """Returns the incident of a call that was given up, for which `train()` need not be entered again any more."""
-
-
 class SampleHealer(Healer):
     """Guards the data of a run, and reports what the guards find."""
 
-    def __init__(self, run: Run, calls: LoadCalls) -> None:
+    def __init__(self, run: Run, calls: Any) -> None:
+        # `ServiceCalls`, of a family that this one does not import.
         self.run = run
         self.config = run.config
         self.actions = run.remedies

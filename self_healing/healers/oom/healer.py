@@ -122,7 +122,7 @@ class MemoryHealer(Healer):
 
     def _leave_alone(self) -> None:
         """Gives the models their own calls back."""
-        self._instrument.release_calls(self._interceptions)
+        self._instrument.replaced.give_back(self._interceptions)
         self._interceptions, self._passes = [], None
 
     def metrics(self, training: bool, summary: bool) -> dict[str, float]:
