@@ -39,8 +39,8 @@ NINE_OF_TEN, LONGEST = 17, 62
 WALKS = {
     "healthy step": (265, 51),
     "NaN healed": (455, 62),
-    "out of memory, split": (585, 66),
-    "exception, entered again": (765, 79),
+    "out of memory, split": (600, 66),
+    "exception, entered again": (780, 79),
 }
 CALLS = 580
 
