@@ -338,7 +338,9 @@ class Shutdown:
     def _stop(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         verdict = context.verdict or "it was asked to stop"
         error = self.stop(context.incident, verdict, context.error)
-        self.run.rollback.release()
+        if not self.run.wrapped:
+            # The wrapper does so once it is known whether another process goes on from them.
+            self.run.rollback.release()
         raise error
 
     @property
