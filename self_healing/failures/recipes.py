@@ -172,7 +172,7 @@ class Given(StrEnum):
     # The run has only just begun, or it has not.
     EARLY = "early"
     LATE = "late"
-    # The learning rate may be reduced once more; or it never may.
+    # Another reduction of the learning rate is allowed; or the configuration allows none.
     RATE_LEFT = "rate left"
     RATE_FIXED = "rate fixed"
 
@@ -251,7 +251,7 @@ class Recipe:
 # ---- ladders of rollbacks ----
 
 
-# Back to a trusted state; the step in hand is one of those that going back loses.
+# Back to a trusted state; the current step is lost with those since that state.
 _BACK = (Action.ROLL_BACK, Action.SKIP_STEP)
 # If the steps since then can be applied again and all is well, none is lost.
 _BACK_AND_AGAIN = (Action.ROLL_BACK, Action.REPLAY_STEPS)
@@ -274,7 +274,7 @@ _LOWER_RATES = (
     Rung(_LOWER, Target.OLDER, given=(Given.RATE_LEFT,), once=True),
     Rung(_LOWER, given=(Given.RATE_LEFT,)),
 )
-_RATE_IN_VAIN = Rung((*_BACK, *INSPECTIONS, *THE_END), failure=FailureType.LEARNING_RATE)
+_END_AFTER_REDUCTIONS = Rung((*_BACK, *INSPECTIONS, *THE_END), failure=FailureType.LEARNING_RATE)
 
 
 # ---- recipes ----
@@ -398,7 +398,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
             Rung(_BACK_AND_AGAIN, given=(Given.LATE,), once=True),
             *_LOWER_RATES,
             Rung((*_BACK, Action.RESET_MOMENTS), given=(Given.LATE,), once=True),
-            _RATE_IN_VAIN,
+            _END_AFTER_REDUCTIONS,
         ),
         advice="Begin a new run from the weights of a checkpoint well before it (`from_pretrained`), with half the "
         "learning rate or a longer warm-up; a resume would take the rate from the checkpoint.",
@@ -423,7 +423,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     ),
     FailureType.LEARNING_RATE: Recipe(
         diagnosis="The loss diverged again after every reduction of the learning rate that is allowed.",
-        ladder=(_RATE_IN_VAIN,),
+        ladder=(_END_AFTER_REDUCTIONS,),
         advice="Begin a new run with a learning rate well below the last one that was tried, or a longer warm-up (a "
         "resume would take the rate from the checkpoint). If that one "
         "was already low for a model like this, it is not the rate: look at what the checks of data and model say, "
@@ -470,7 +470,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         ladder=(
             *_FURTHER_BACK_AT_ONE_RATE,
             *_LOWER_RATES,
-            _RATE_IN_VAIN,
+            _END_AFTER_REDUCTIONS,
         ),
         advice="Follow the remedy of the rule (`self-healing rules` prints them all); change or switch off a "
         "rule that does not fit your run in a TOML file of your own (rules_file).",

@@ -388,7 +388,7 @@ def tell_of_best_model(run: Run, best: str, reason: str) -> None:
 
 
 def _tell_what_to_know(numerics: NumericsState, steps: int) -> None:
-    """Before the run is trusted, or resumed."""
+    """Warns at the end of a learning rate off the schedule, and of steps that are missing from the weights."""
     scale = numerics.learning_rate.scale(steps)
     if scale != 1.0:
         logger.warning(

@@ -324,7 +324,7 @@ class Instrument:
     def _generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Looks at the weights on all ranks before a trainer generates the rows it trains on, and scores them."""
         spoiled = False
-        # An evaluation has no loss that could be taken for one that is not finite.
+        # Only in training: there the step gets a NaN as its loss, and is healed.
         if self.trainer.model.training:
             with self.failsafe.contained(), self.failsafe.together():
                 found = bool(self.view.nonfinite_weights())

@@ -221,7 +221,7 @@ class StepEngine:
 
     @property
     def left_out_by_itself(self) -> bool:
-        """Whether an engine of its own has taken the step already, and applied nothing."""
+        """Whether the engine has skipped the step by itself, and applied nothing."""
         return False
 
     def state_put(self) -> None:

@@ -320,7 +320,7 @@ class Reentry:
             )
 
     def _note_best(self) -> None:
-        """Notes a checkpoint as the best that was saved before it could be known to be."""
+        """Records the checkpoint of this step as the best: it was saved before its evaluation."""
         args, state = self._trainer.args, self._trainer.state
         checkpoint = os.path.join(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         is_best = args.save_strategy != SaveStrategy.NO and state.best_global_step == state.global_step

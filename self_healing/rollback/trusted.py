@@ -31,7 +31,7 @@ logger = logging.getLogger("self_healing")
 
 # A run that fails this early has not got far: it goes back to where it began.
 EARLY_STEPS = 50
-# Votes after which ranks do not meet any more in what they are about.
+# The questions of the votes in which all ranks take a snapshot, trust it, or set a state aside.
 TAKEN, TRUSTED = "there is no memory for a snapshot", "a snapshot is sound"
 SET_ASIDE = "there is no memory to set the state aside"
 
@@ -175,7 +175,7 @@ class TrustedStates:
         return due
 
     def will_trust(self, step: int) -> bool:
-        """Whether the candidate has stood the test with this step, if the step is healthy, but for what ranks say."""
+        """Whether this step, if it is healthy, completes the test of the candidate, which all ranks then vote on."""
         candidate, needed = self.ring.candidate, self._config.snapshot_verify_steps
         return candidate is not None and self.streak + 1 >= needed and candidate.step <= self._verified(step)
 

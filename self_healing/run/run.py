@@ -51,7 +51,7 @@ class Run:
     heartbeat: Heartbeat
     # What heals numbers has learned, its `NumericsState`: other families do not import that.
     numerics: Any = None
-    # Whether `train()` of the wrapper is what trains.
+    # Whether training was started by `SelfHealingTrainer.train()`.
     wrapped: bool = False
     # How the user wants waits between attempts to be done.
     own_sleep: Callable[[float], None] | None = None

@@ -121,7 +121,7 @@ class NumericsHealer:
 
     def keep_batch(self, window: Window, incident: Incident) -> None:
         """Keeps the batch of a step for replay."""
-        # A batch is text in another alphabet.
+        # Token ids can be decoded to text of the training data.
         if self.config.quarantine_text:
             incident.evidence["batch_file"] = save_offending_batch(window, self.run.directory, incident)
 

@@ -208,10 +208,10 @@ class StepJudge(Healer):
 
 
 class OomDuringHealing(NumericsHealer):
-    """Does something of ours, with or without the memory for it."""
+    """Runs code that heals; where memory runs out in it, training goes on, or ends if the step needed it."""
 
     def contain(self, heal: Callable[[], None], window: Window | None, unsound: bool = False) -> None:
-        """Does something of ours."""
+        """Heals a step, and contains an out-of-memory error of healing itself."""
         known = len(self.run.journal.incidents)
         try:
             heal()
@@ -274,19 +274,19 @@ class OomDuringHealing(NumericsHealer):
 
 # Share of a run's steps that have to be in its weights at its end.
 _LEAST_TRAINED = 0.5
-# So many steps in a row that an engine of its own has left out are no bad batches.
+# This many steps in a row that the engine has skipped by itself are more than bad batches explain.
 _SKIPPED_IN_A_ROW = 20
 
 
 class TooManySkippedSteps(NumericsHealer):
-    """Counts the steps of a run that an engine of its own leaves out, and looks at its end how much was trained."""
+    """Counts the steps that the engine skips by itself, and looks at the end of the run how much was trained."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._skipped = range(0)
 
     def note_skipped(self, step: int) -> None:
-        """Takes in a step that an engine of its own has left out."""
+        """Counts a step that the engine has skipped by itself."""
         self.numerics.missing.left_out(step)
         since = self._skipped.start if step in (self._skipped.stop, self._skipped.stop - 1) else step
         self._skipped = range(since, step + 1)

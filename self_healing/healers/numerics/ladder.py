@@ -53,7 +53,7 @@ class LadderRunner:
         return f"the budget of {self.config.max_recovery_attempts} attempts without progress is spent"
 
     def healed(self, failure: FailureType | None) -> None:
-        """The last rung has cost nothing: the next failure of the kind is a first one again (the budget is spent)."""
+        """The last rung lost no step, and is there for the next failure of the kind; its attempt stays counted."""
         if failure is not None and self._climbed.get(failure, 0) > 0:
             self._climbed[failure] -= 1
 

@@ -32,7 +32,7 @@ EXIT_CODES = {signal.SIGTERM: 128 + signal.SIGTERM}
 if hasattr(signal, "SIGUSR1"):
     # Not on Windows.
     EXIT_CODES[signal.SIGUSR1] = EXIT_FOR_RESTART
-# What a checkpoint may take longer than the longest one so far, and what leaving takes besides, in seconds.
+# How many times the longest save so far a save may take; seconds that the end of the process takes besides.
 _SLOWER_SAVE, _LEAVING = 2.0, 2.0
 # How often the thread that keeps the deadline looks whether a signal has come, in seconds.
 _POLL = 0.2
