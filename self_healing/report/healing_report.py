@@ -161,8 +161,11 @@ class HealingReport:
             return (
                 f"The learning rate was reduced for a time, to {self.learning_rate:.3g}; it is the schedule's again."
             )
+        # Of a run that ended with an incident it is not known.
+        fatal = any(incident["outcome"] == "fatal" for incident in self.incidents)
+        reached = f", to {self.learning_rate:.3g}" if fatal else f": {self.learning_rate:.3g} worked"
         return (
-            f"The learning rate was reduced {times}: {self.learning_rate:.3g} worked. In the end "
+            f"The learning rate was reduced {times}{reached}. In the end "
             f"{self.learning_rate_scale:.3g} of the schedule's was in force."
         )
 

@@ -109,7 +109,9 @@ def test_true_resumes_from_the_newest_that_can_be_trusted(
 
 
 @pytest.mark.heals(
-    "damaged_checkpoint", "callback", partly="refused before the first step; the newest good one is named"
+    "damaged_checkpoint",
+    "callback",
+    partly="refused before the first step, with the newest good one; what the Trainer cannot load it raises on",
 )
 @pytest.mark.parametrize(
     ("name", "reason"),

@@ -103,7 +103,10 @@ def test_the_command_prints_facts_and_what_is_healed(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     for told in ("transformers", "host memory", "What is healed here", "Preemption: SIGTERM, SIGUSR1"):
         assert told in result.stdout
-    assert "\n(2) refused before the first step; the newest good one is named\n" in result.stdout
+    assert (
+        "\n(2) refused before the first step, with the newest good one; what the Trainer cannot load it raises on\n"
+        in result.stdout
+    )
 
 
 def test_the_command_prints_json(tmp_path: Path) -> None:
