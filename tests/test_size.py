@@ -27,10 +27,10 @@ walks = importlib.import_module("walks")
 # A line that has only these is no line of code.
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
-CODE_LINES = 27_000
-LINES = 38_370
+CODE_LINES = 27_030
+LINES = 38_420
 MODULES = 131
-FUNCTIONS = 2_680
+FUNCTIONS = 2_685
 SETTINGS = 40
 # Of the statements of a function, from its `def` to its end without its docstring.
 NINE_OF_TEN, LONGEST = 17, 62

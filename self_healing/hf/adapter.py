@@ -422,6 +422,19 @@ class Instrument:
             # Outside the handler, so that the exception keeps the cause and context it came with.
             raise fault.error
 
+    @property
+    def owes_update(self) -> bool:
+        """Whether `train()` was left by an exception between a step that was found fit and its update."""
+        window = self.reentry.interrupted
+        return self.attached and window is not None and window.released and self.reentry.phase is Phase.COMPUTING
+
+    def finish_step(self) -> None:
+        """Applies that step, as the other ranks have that were not left."""
+        self.reentry.about_to_step()
+        with self.rates.set(self.rates.in_force()):
+            self.replaced.original(self.trainer.optimizer, "step")()
+        self.reentry.phase = Phase.STEPPED
+
     def _give_up(self, error: Exception, window: Window) -> None:
         """Goes on without this library after a failure in judging a step, or ends a job of several ranks."""
         if self.view.world_size == 1:

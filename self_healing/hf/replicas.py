@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -89,6 +90,11 @@ class Replicas:
             self._factors = names, factors_of(names, processes.own_rank()).to(device)
         sums = torch.stack([sum_of_bits(local(parameter)).to(device) for _, parameter, _ in kept])
         return digest_of(sums, self._factors[1])
+
+    def fingerprint(self) -> str:
+        """Gives the same text on all ranks as long as all keep the same; empty where not all keep anything."""
+        of_all = self.sums().get(tuple(range(processes.world_size())), {})
+        return hashlib.sha256(repr(sorted(of_all.items())).encode()).hexdigest() if of_all else ""
 
     @torch.no_grad()
     def sums(self) -> dict[Group, dict[str, int]]:

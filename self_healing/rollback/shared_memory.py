@@ -161,6 +161,8 @@ class StateFacts:
     step: int
     # What the run owes beside it, in words that all ranks compare.
     owed: str
+    # Of the weights, where all ranks keep the same; of a state that was left at the end alone.
+    weights: str
     # Of the block that its tensors lie in.
     block: str
     checksum: int
@@ -407,20 +409,21 @@ class SharedStates:
         live: LiveState,
         record: Callable[[], ResumeRecord],
         owed: str = "",
+        weights: str = "",
     ) -> None:
         """Writes down what belongs to a snapshot, whose copy may still be under way."""
         self._prepared, began = None, time.perf_counter()
         if not self._open:
             return
         try:
-            self._write_down(snapshot, live, record(), owed)
+            self._write_down(snapshot, live, record(), owed, weights)
             if not snapshot.under_way:
                 self.store()
         except Exception as error:
             self._give_up(error)
         snapshot.seconds += time.perf_counter() - began
 
-    def _write_down(self, snapshot: Snapshot, live: LiveState, record: ResumeRecord, owed: str) -> None:
+    def _write_down(self, snapshot: Snapshot, live: LiveState, record: ResumeRecord, owed: str, weights: str) -> None:
         block = snapshot.block
         if block is None or block.file is None:
             raise NotStorable("it lies in memory of this process alone")
@@ -438,7 +441,7 @@ class SharedStates:
         )
         frozen = sum_of_all(live.frozen, record.running_loss.device)
         body = file.getvalue()
-        facts = StateFacts(self._run, record.step, owed, block.file.name, zlib.crc32(body))
+        facts = StateFacts(self._run, record.step, owed, weights, block.file.name, zlib.crc32(body))
         self._prepared = snapshot, facts, body, record.running_loss, frozen
 
     def store(self) -> None:

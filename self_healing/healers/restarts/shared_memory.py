@@ -17,6 +17,7 @@ import torch
 
 from ...checkpoints.marker import write_marker
 from ...hf.adapter import Instrument
+from ...hf.replicas import Replicas
 from ...hf.state import LiveState
 from ...hf.trainer_state import ResumeRecord
 from ...ranks import votes
@@ -50,6 +51,8 @@ class SharedStep:
     step: int
     run: str
     owed: str
+    # Not the same on all ranks, where one has applied a step whose gradients its callbacks had not changed yet.
+    weights: str = ""
 
 
 def steps_in_memory(output_dir: str, rank: int, device: torch.device) -> list[SharedStep]:
@@ -110,7 +113,7 @@ def _open(output_dir: str, step: SharedStep, rank: int, device: torch.device) ->
 
 
 def _shared(facts: StateFacts) -> SharedStep:
-    return SharedStep(facts.step, facts.run, facts.owed)
+    return SharedStep(facts.step, facts.run, facts.owed, facts.weights)
 
 
 def newest_beyond(steps: Sequence[SharedStep], run: str, step: int) -> SharedStep | None:
@@ -122,8 +125,8 @@ def newest_beyond(steps: Sequence[SharedStep], run: str, step: int) -> SharedSte
 # ---- last step ----
 
 
-# Seconds in which a device has computed an update for certain.
-_SETTLING = 1.0
+# Seconds in which a device has computed an update for certain, and in which ranks that fail alike have all done so.
+_SETTLING, _TELLING = 1.0, 2.0
 
 
 class FinalSnapshot:
@@ -139,21 +142,38 @@ class FinalSnapshot:
         # Whether it was left since `train()` was entered.
         self.left = False
 
-    def leave(self, instrument: Instrument, undisturbed: Callable[[], bool] = lambda: True) -> None:
-        """Leaves it, if it is the run's own, whole and finite, and there was a step since `train()` was entered."""
+    def leave(self, instrument: Instrument, undisturbed: Callable[[], bool] | None = None) -> None:
+        """
+        Leaves it, if it is the run's own, whole and finite, and there was a step since `train()` was entered. Beside
+        the training thread, only if that was `undisturbed`.
+        """
         with self._lock:
-            if self.left or not instrument.reentry.moved:
+            if self.left:
                 return
-            self.left = True
             try:
+                if undisturbed is None:
+                    self._finish_step(instrument)
+                if not instrument.reentry.moved:
+                    return
+                self.left = True
                 _let_settle(instrument.view.device)
                 with _beside(instrument.view.device):
-                    step = self._leave(instrument, undisturbed)
+                    step = self._leave(instrument, undisturbed or (lambda: True))
             except Exception as error:
                 logger.warning("The state of the last step could not be left in memory: %s.", error, exc_info=True)
                 return
             if step is not None:
                 self._run.journal.event("left_in_memory", step)
+
+    def _finish_step(self, instrument: Instrument) -> None:
+        """Applies a step that other ranks have applied. With shards that may be a collective."""
+        view, rollback = instrument.view, self._run.rollback
+        leaves = rollback.shared is not None and view.can_hand_over and not rollback.states.displaced
+        if not leaves or not instrument.owes_update or view.sharded or view.under_deepspeed:
+            return
+        # What all have raised, all have left, and what their callbacks were to do to the gradients is pending as well.
+        if not votes.all_reach("a step that was found fit is not applied", _TELLING):
+            instrument.finish_step()
 
     def _leave(self, instrument: Instrument, undisturbed: Callable[[], bool]) -> int | None:
         rollback = self._run.rollback
@@ -167,7 +187,7 @@ class FinalSnapshot:
         point = instrument.reentry.rewind_to_last_step()
         if point is None:
             return None
-        owed = point.pending.collectives(instrument.trainer)
+        owed, weights = point.pending.collectives(instrument.trainer), Replicas(instrument.trainer).fingerprint()
 
         def record() -> ResumeRecord:
             return ResumeRecord.of(instrument.trainer, instrument.ledger, point.bookkeeping.rng, point.pending)
@@ -180,7 +200,7 @@ class FinalSnapshot:
             return None
         # Held, or its memory would be given back.
         rollback.ring.left = snapshot
-        shared.prepare(snapshot, live, record, owed)
+        shared.prepare(snapshot, live, record, owed, weights)
         return instrument.view.step if snapshot.stored is not None else None
 
 
