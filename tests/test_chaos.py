@@ -38,7 +38,6 @@ from self_healing.tools.chaos.faults import (
     KINDS,
     FaultError,
     Ledger,
-    Schedule,
     parse_fault,
     parse_faults,
     strike_ranks,
@@ -169,17 +168,6 @@ def test_a_strike_is_on_record_before_it_kills(tmp_path: Path, tokenizer: Any) -
 
 
 # ---- several ranks ----
-
-
-def ranks_under(directory: Path, faults: str, ranks: int, seed: int = 0) -> list[Schedule]:
-    """What each rank of a job knows, when it has begun."""
-    known = []
-    for rank in range(ranks):
-        schedule = Schedule(parse_faults(faults), seed, Ledger(directory / "chaos.jsonl"))
-        schedule.draw(400, rank, ranks)
-        schedule.read_ledger()
-        known.append(schedule)
-    return known
 
 
 def test_a_rank_that_the_job_does_not_have_is_refused(tmp_path: Path, tokenizer: Any) -> None:

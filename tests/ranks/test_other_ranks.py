@@ -164,16 +164,12 @@ def test_a_rank_of_another_machine_is_not_given_up_for_its_silence(
     assert first.told == []
 
 
-def lost(rank: Rank) -> bool:
-    return rank.ranks._lost
-
-
 def test_a_store_that_cannot_be_reached_is_told_of_once_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     gone = store_class("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first, second = Rank(gone.port, 0, 2), Rank(gone.port, 1, 2)
     wait_until(lambda: len(first.ranks.positions()) == 2)
     del gone
-    wait_until(lambda: lost(first) and lost(second))
+    wait_until(lambda: sum("cannot be listened to" in each.message for each in caplog.records) == 2)
     began = time.monotonic()
     first.ranks.tell(Failure(0, 5, FailureType.USER_CODE, "ValueError"))
     first.ranks.leave()
