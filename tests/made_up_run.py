@@ -118,11 +118,6 @@ class MadeUpRun:
         self.may_enter_again = False
         self.asked_to_leave = None
 
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        """What every healer of steps is built from."""
-        return (self,)
-
     def part(self, kind: type) -> Any:
         return {NumericsState: self.numerics}[kind]
 

@@ -34,8 +34,7 @@ FUNCTIONS = 2_685
 SETTINGS = 40
 # Of the statements of a function, from its `def` to its end without its docstring.
 NINE_OF_TEN, LONGEST = 17, 62
-# Functions and files of the package that a step goes through, and calls of a healthy one. A few functions more or less
-# are called the first time, or where another thread was slower.
+# Functions and files of the package that a step goes through (other threads add a few), and a healthy one's calls.
 WALKS = {
     "healthy step": (265, 51),
     "NaN healed": (455, 62),
@@ -109,6 +108,5 @@ def test_settings_do_not_multiply() -> None:
 @pytest.mark.parametrize("name", WALKS)
 def test_a_reader_follows_a_step_through_few_functions_and_files(name: str) -> None:
     walk, (functions, files) = walks.row_of(name), WALKS[name]
-    assert walk["functions"] <= functions
-    assert walk["files"] <= files
+    assert (walk["functions"] <= functions, walk["files"] <= files) == (True, True), walk
     assert name != "healthy step" or walk["calls"] <= CALLS

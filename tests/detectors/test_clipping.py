@@ -16,7 +16,6 @@ from self_healing.healers.numerics.clipping import ZClip
 from self_healing.hf.state import scale_gradients, total_gradient_norm
 
 
-GARBAGE = (math.nan, math.inf, -math.inf, -1.0, 1e200)
 generator = np.random.default_rng(0)
 
 

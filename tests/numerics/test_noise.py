@@ -179,8 +179,6 @@ EVERYWHERE = [
 ]
 # A policy gradient has spikes, and rows that are generated do not come again.
 OFFLINE = [each for each in EVERYWHERE if each.values[0] != "GRPOTrainer"]
-# Long enough for the detectors to know what is usual.
-LONG_RUN = {"max_steps": 80, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
 STEADY = {"max_steps": 46, "lr_scheduler_type": "constant", "gradient_accumulation_steps": 1, "learning_rate": 1e-3}
 
 

@@ -72,8 +72,8 @@ def test_where_a_forward_writes_to_weights_a_torn_copy_is_refused_and_training_w
         with torch.no_grad():
             module.weight.clamp_(-1, 1)
 
-    healing = SelfHealingCallback(HealingConfig(snapshot_interval=1, snapshot_verify_steps=2))
-    callbacks = [healing, WeightFault(a_few_nans, 12)]
+    config = {"snapshot_interval": 1, "snapshot_verify_steps": 2}
+    callbacks = [SelfHealingCallback(config), WeightFault(a_few_nans, 12)]
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=callbacks, max_steps=14, gradient_accumulation_steps=1)
     trainer.model.model.embed_tokens.register_forward_pre_hook(clamp)
     trainer.train()
