@@ -31,6 +31,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 # In the order of what they tell; the names of `gpu_parts.PARTS`, which cannot be imported where something is missing.
 PARTS = (
+    "veto",
     "repeats",
     "memory",
     "vocabulary",

@@ -28,7 +28,7 @@ from .saving import SaveSchedule
 from .sections import Heartbeat, Phase
 from .step import Window, tell_of_failure
 from .trainer_state import Bookkeeper
-from .training_step import DeepSpeedEngine, NotGenerated, TrainingCall, WatchedDeepSpeed
+from .training_step import DeepSpeedEngine, FiniteLogits, NotGenerated, TrainingCall, WatchedDeepSpeed
 from .view import TrainerView
 
 
@@ -121,6 +121,7 @@ class Instrument:
         if self.leaves_out_nonfinite and hasattr(trainer, "_generate_and_score_completions"):
             # GRPO, RLOO, distillation.
             self.replace(trainer, "_generate_and_score_completions", self._generate)
+            self.intercept(trainer.model, "generate", self._sample)
         if self.view.can_reexecute:
             self.replace(trainer.optimizer, "step", self._in_section("optimizer", self.optimizer_step.step))
         for name, section in (
@@ -332,6 +333,12 @@ class Instrument:
         if spoiled:
             raise NotGenerated("the weights are not finite: nothing is generated with them")
         return original(*args, **kwargs)
+
+    def _sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        watched = FiniteLogits()
+        found = original(*args, **{**kwargs, "logits_processor": [*(kwargs.get("logits_processor") or ()), watched]})
+        watched.check()
+        return found
 
     def _until_it_fits_alone(self, window: Window, ran_out: OutOfMemory) -> torch.Tensor:
         """Computes a micro-batch again on this rank of several, in whatever way fits, while the others wait."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers import LogitsProcessor
 
 from ..failures.classify import is_nonfinite_exception
 from ..ranks import votes
@@ -189,6 +190,25 @@ _ALIKE_SECONDS = 5.0
 
 class NotGenerated(FloatingPointError):
     """Raised on all ranks in place of generating rows, where the weights of one are not finite."""
+
+
+class FiniteLogits(LogitsProcessor):
+    """
+    Keeps logits that are not finite from being sampled from: on a GPU that is an assertion, which no process survives.
+    What it has seen is raised afterwards, with one wait for the device.
+    """
+
+    def __init__(self) -> None:
+        self._spoiled: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
+        rows = scores.amax(-1, keepdim=True).isfinite().logical_not_()
+        self._spoiled = rows.any() if self._spoiled is None else self._spoiled | rows.any()
+        return scores.masked_fill(rows, 0.0)
+
+    def check(self) -> None:
+        if self._spoiled is not None and bool(self._spoiled):
+            raise FloatingPointError("the logits that rows were to be generated from are not finite")
 
 
 class TrainingCall:
