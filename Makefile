@@ -28,15 +28,13 @@ demo: .venv/.installed
 demo-output: .venv/.installed
 	.venv/bin/python tests/demo_output.py
 
-# What is timed runs by itself.
 test: lint
-	.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu and not alone"
-	.venv/bin/python -m pytest -m alone
+	.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
 	$(MAKE) test-deepspeed-quick
 
 # What a user relies on, whatever is rebuilt below it: what is quick, and all of it.
 contract: .venv/.installed
-	.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "contract and not slow and not gpu and not alone"
+	.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "contract and not slow and not gpu"
 
 contract-whole: .venv/.installed
 	.venv/bin/python -m pytest -m "contract and not gpu"

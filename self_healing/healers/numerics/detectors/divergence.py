@@ -123,7 +123,8 @@ class DivergenceDetector(KeepsState):
 
     @property
     def _caution(self) -> float:
-        return 1 + _CAUTION * math.log(max(self._seen_step / _CAUTIOUS_FROM, 1.0))
+        step = self._seen_step
+        return 1.0 if step <= _CAUTIOUS_FROM else 1 + _CAUTION * math.log(step / _CAUTIOUS_FROM)
 
     def _add(self, z: float, stretch: float) -> None:
         self._last_zs.append(z)

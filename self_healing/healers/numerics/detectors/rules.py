@@ -248,19 +248,24 @@ class Series(KeepsState):
         self.lowest: float | None = None
         self.highest: float | None = None
         self.log = 0
+        self._start: float | None = None
 
     def add(self, value: float, log: int) -> None:
         self.value, self.log = value, log
         self.recent.append(value)
-        self.lowest = value if self.lowest is None else min(value, self.lowest)
-        self.highest = value if self.highest is None else max(value, self.highest)
+        if self.lowest is None or value < self.lowest:
+            self.lowest = value
+        if self.highest is None or value > self.highest:
+            self.highest = value
         if len(self.early) < EARLY:
             self.early.append(value)
 
     def level(self, of: str) -> float | None:
         """What a bound is a multiple of; `None` while it is not known."""
         if of == "start":
-            return median(self.early) if len(self.early) == EARLY else None
+            if self._start is None and len(self.early) == EARLY:
+                self._start = median(self.early)
+            return self._start
         return self.lowest if of == "lowest" else self.highest
 
 
