@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ from .view import TrainerView
 
 
 logger = logging.getLogger(__name__)
+
+NOTHING = contextlib.nullcontext()
 
 
 class Instrument:
@@ -70,6 +73,9 @@ class Instrument:
         self.window: Window | None = None
         self.activation_checkpointing = ActivationCheckpointing(self.trainer.model)
         self.started_at = started_at
+        # While a step that can be left out is computed, what is logged of it is filtered here, once, and not by the
+        # Trainer, which waits for the device twice for each micro-batch.
+        self._filter_taken = self._filters_loss = self._notes_prepared = False
         # Undo what healers have done to the trainer, when it is given back.
         self.on_detach: list[Callable[[], None]] = []
 
@@ -87,7 +93,7 @@ class Instrument:
     @property
     def attached(self) -> bool:
         """Whether the methods of the trainer are wrapped."""
-        return bool(self.replaced)
+        return bool(self.replaced.held)
 
     @property
     def may_be_left(self) -> bool:
@@ -103,8 +109,8 @@ class Instrument:
         # These call all the others: what is raised between them is seen as well.
         self.replace(trainer, "_run_epoch", self.failsafe.watch_the_device)
         self.replace(trainer, "_finalize_training", self.failsafe.watch_the_device)
-        self.replace(trainer, "get_batch_samples", self._in_section("data", self._get_batch_samples))
-        self.replace(trainer, "training_step", self._in_section("step", self._training_step))
+        self.replace(trainer, "get_batch_samples", self._get_batch_samples)
+        self.replace(trainer, "training_step", self._training_step)
         self.replace(trainer, "log", self._in_section("log", self._log))
         self.replace(trainer, "_evaluate", self._in_section("evaluate", self._evaluate))
         self.replace(trainer, "prediction_step", self._in_section("prediction", self._prediction_step))
@@ -123,7 +129,7 @@ class Instrument:
             self.replace(trainer, "_generate_and_score_completions", self._generate)
             self.intercept(trainer.model, "generate", self._sample)
         if self.view.can_reexecute:
-            self.replace(trainer.optimizer, "step", self._in_section("optimizer", self.optimizer_step.step))
+            self.replace(trainer.optimizer, "step", self.optimizer_step.step)
         for name, section in (
             ("_generate_single_turn", "generate"),
             ("_calculate_rewards", "rewards"),
@@ -132,6 +138,8 @@ class Instrument:
                 self.replace(trainer, name, self._in_section(section, _unchanged))
         self.replace(trainer, "_load_best_model", self._in_section("load_best_model", _unchanged))
         self.one_rank.attach()
+        self._notes_prepared = self.objective.online or self.one_rank.possible
+        self._filters_loss = self.leaves_out_nonfinite
         self.optimizer_step.attach()
         self.position.watch()
 
@@ -139,6 +147,7 @@ class Instrument:
         """Gives the trainer back as it was."""
         undoing, self.on_detach = self.on_detach, []
         own = (
+            self._give_filter_back,
             self.replaced.give_back,
             self.engine.detach,
             self.optimizer_step.detach,
@@ -151,6 +160,14 @@ class Instrument:
             except Exception:
                 logger.warning("A part of self_healing could not be taken off the trainer.", exc_info=True)
         self.window = None
+
+    def _give_filter_back(self) -> None:
+        """Has the Trainer filter what it logs again, from the micro-batches on that it has not computed yet."""
+        if self._filter_taken:
+            self._filter_taken = False
+            self.trainer.args.logging_nan_inf_filter = True
+            if self.window is not None and self.window.started and not self.failsafe.device_lost:
+                self.window.filter_running_loss()
 
     def _in_section(self, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
         """Makes the calls of a wrapper a part of a step of their own, for the watchdog."""
@@ -242,66 +259,98 @@ class Instrument:
     # ---- the wrapped methods, in the order a step calls them ----
 
     def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.reentry.stop_owed:
-            # A run that was left after its last step: transformers would train one step too many.
-            self.trainer.control.should_training_stop = True
-            if self.reentry.resumed_at_the_end:
-                logger.warning(
-                    "Step %d: nothing is trained, because the checkpoint resumed from is that of a finished run "
-                    "(max_steps=%d). The weights are those of the checkpoint; to train on, please raise max_steps or "
-                    "num_train_epochs.",
-                    self.view.step,
-                    int(self.trainer.state.max_steps),
-                )
-            return [], None
-        with self.failsafe.contained():
-            self.window = None
-            self.reentry.fetching()
-        with self.failsafe.leaving_on_exception():
-            result = original(*args, **kwargs)
-        if self.attached:
-            with self.failsafe.contained():
-                self.window = Window(self.engine, self.ledger, self.position, len(result[0])) if result[0] else None
-                self.reentry.fetched(self.window)
-        return result
+        self.heartbeat.enter("data")
+        try:
+            if self.reentry.stop_owed:
+                return self._nothing_to_train()
+            try:
+                self.window = None
+                self.reentry.fetching()
+            except Exception as error:
+                if not self.failsafe.contains(error):
+                    raise
+            try:
+                batches, items = original(*args, **kwargs)
+            except BaseException as error:
+                self.failsafe.leaves_with(error)
+                raise
+            try:
+                self._fetched(len(batches))
+            except Exception as error:
+                if not self.failsafe.contains(error):
+                    raise
+            return batches, items
+        finally:
+            self.heartbeat.leave()
+
+    def _nothing_to_train(self) -> tuple[list[Any], None]:
+        # A run that was left after its last step: transformers would train one step too many.
+        self.trainer.control.should_training_stop = True
+        if self.reentry.resumed_at_the_end:
+            logger.warning(
+                "Step %d: nothing is trained, because the checkpoint resumed from is that of a finished run "
+                "(max_steps=%d). The weights are those of the checkpoint; to train on, please raise max_steps or "
+                "num_train_epochs.",
+                self.view.step,
+                int(self.trainer.state.max_steps),
+            )
+        return [], None
+
+    def _fetched(self, micro_batches: int) -> None:
+        if not self.attached:
+            return
+        self.window = Window(self.engine, self.ledger, self.position, micro_batches) if micro_batches else None
+        self.reentry.fetched(self.window)
+        args = self.trainer.args
+        if micro_batches and args.logging_nan_inf_filter and self._filters_loss:
+            self._filter_taken, args.logging_nan_inf_filter = True, False
 
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         window = self.window
-        if window is None or window.judged or window.complete or self.call.running:
+        if window is None or window.judged or self.call.running or len(window.losses) >= window.size:
             return original(model, inputs, *args, **kwargs)
-        with self.failsafe.contained():
-            finished = self.reentry.finished
-            if not window.started and finished is not None:
-                window.begin(self.ledger.capture(finished.running_loss))
-            window.add_call(model, inputs, args, kwargs)
-        if not self.attached:
-            return original(model, inputs, *args, **kwargs)
-        state = self.trainer.state
-        before, ran_out = state.num_input_tokens_seen, None
-        with self.failsafe.leaving_on_exception():
+        self.heartbeat.enter("step")
+        try:
             try:
-                with self._noting_what_is_prepared(window):
-                    loss = self.call.run((model, inputs, args, kwargs), window.note_exception)
+                if window.start is None and self.reentry.finished is not None:
+                    window.begin(self.ledger.capture(self.reentry.finished, self.reentry.finished.running_loss))
+                window.add_call(model, inputs, args, kwargs)
             except Exception as error:
-                ran_out = self.retry.caught(error, alone=not self.one_rank.why_not())
-                if ran_out is None:
+                if not self.failsafe.contains(error):
                     raise
-        tokens = state.num_input_tokens_seen - before
-        if ran_out is not None:
-            # Outside of the handler: the exception, and with it what the failed attempt held, is gone.
-            with self.failsafe.leaving_on_exception():
-                if ran_out.alone:
-                    loss = self._until_it_fits_alone(window, ran_out)
-                    tokens = state.num_input_tokens_seen - before
-                else:
+                if not self.attached:
+                    return original(model, inputs, *args, **kwargs)
+            state = self.trainer.state
+            before, ran_out = state.num_input_tokens_seen, None
+            try:
+                try:
+                    with self._noting_what_is_prepared(window) if self._notes_prepared else NOTHING:
+                        loss = self.call.run((model, inputs, args, kwargs), window.note_exception)
+                except Exception as error:
+                    ran_out = self.retry.caught(error, alone=not self.one_rank.why_not())
+                    if ran_out is None:
+                        raise
+                tokens = state.num_input_tokens_seen - before
+                if ran_out is not None:
+                    # Outside of the handler: the exception, and with it what the failed attempt held, is gone.
                     loss, tokens = self._until_it_fits(window, ran_out, before)
+            except BaseException as error:
+                self.failsafe.leaves_with(error)
+                raise
+            window.add_loss(loss, tokens)
+            if self.one_rank.possible:
+                self._micro_batch_ends(window)
+            if self.retry.watched:
+                self.retry.on_success()
+            return loss
+        finally:
+            self.heartbeat.leave()
+
+    def _micro_batch_ends(self, window: Window) -> None:
         self.one_rank.end()
-        window.add_loss(loss, tokens)
         if window.complete:
             with self.failsafe.leaving_on_exception():
                 self.one_rank.check_sent()
-        self.retry.on_success()
-        return loss
 
     def _noting_what_is_prepared(self, window: Window) -> contextlib.AbstractContextManager[None]:
         """
@@ -311,7 +360,7 @@ class Instrument:
         generates = self.objective.online and not window.losses
         self.one_rank.begin()
         if not generates and not self.one_rank.possible:
-            return contextlib.nullcontext()
+            return NOTHING
 
         def note(batch: Any) -> Any:
             with self.failsafe.contained():
@@ -340,45 +389,34 @@ class Instrument:
         watched.check()
         return found
 
-    def _until_it_fits_alone(self, window: Window, ran_out: OutOfMemory) -> torch.Tensor:
-        """Computes a micro-batch again on this rank of several, in whatever way fits, while the others wait."""
+    def _until_it_fits(self, window: Window, ran_out: OutOfMemory, tokens: int) -> tuple[torch.Tensor, int]:
+        """
+        Computes again, in whatever way fits, what ran out of memory: the step up to there, or on one rank of several
+        the micro-batch, while the others wait; its last loss, and its tokens.
+        """
         while True:
             if not self.retry.handled(ran_out, window):
                 self.detach()
                 raise ran_out.error
             try:
-                return self.one_rank.compute_again(lambda: self.call.run(window.last_call, window.note_exception))
+                if not ran_out.alone:
+                    return window.compute_again_so_far(tokens - window.tokens_inside)
+                loss = self.one_rank.compute_again(lambda: self.call.run(window.last_call, window.note_exception))
+                return loss, self.trainer.state.num_input_tokens_seen - tokens
+            except TrainingFault as fault:
+                error = fault.error
             except Exception as raised:
+                # In what is done around the training step: counters and buffers put back.
+                if not ran_out.alone and not is_out_of_memory(raised):
+                    raise
                 error = raised
             again = self.retry.caught(error, alone=not self.one_rank.why_not())
             if again is None:
-                if not is_out_of_memory(error):
+                if ran_out.alone and not is_out_of_memory(error):
                     # DDP may refuse another forward (a parameter that the loss does not use counts as reduced).
                     self.retry.ends_the_job(ran_out)
                 self.detach()
                 raise error from ran_out.error
-            ran_out = again
-
-    def _until_it_fits(self, window: Window, ran_out: OutOfMemory, tokens: int) -> tuple[torch.Tensor, int]:
-        """Computes the step again up to where memory ran out, in whatever way fits; its last loss, and its tokens."""
-        before_the_step = tokens - window.tokens_inside
-        while True:
-            if not self.retry.handled(ran_out, window):
-                self.detach()
-                raise ran_out.error
-            try:
-                return window.compute_again_so_far(before_the_step)
-            except TrainingFault as fault:
-                error = fault.error
-            except Exception as ours:
-                # In what is done around the training step: counters and buffers put back.
-                if not is_out_of_memory(ours):
-                    raise
-                error = ours
-            again = self.retry.caught(error)
-            if again is None:
-                self.detach()
-                raise error
             ran_out = again
 
     def _clip_grad_norm_(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -392,13 +430,13 @@ class Instrument:
             return norm
         # A generator could not be gone through again.
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        return self._measured(window, lambda: original(parameters, *args, **kwargs))
+        return self._measured(window, functools.partial(original, parameters, *args, **kwargs))
 
     def _mixed_mesh_grad_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         window = self.window
         if self.call.running or not self._ready(window):
             return original(*args, **kwargs)
-        return self._measured(window, lambda: original(*args, **kwargs))
+        return self._measured(window, functools.partial(original, *args, **kwargs))
 
     def _measured(self, window: Window, measure: Callable[[], Any]) -> Any:
         window.measured_by(measure)
@@ -416,6 +454,10 @@ class Instrument:
         try:
             window.failed = self.failsafe.failure is not None
             self.hooks.judge(window)
+            if self._filter_taken:
+                self._filter_taken, self.trainer.args.logging_nan_inf_filter = False, True
+                if not window.loss_is_finite and not window.loss_is_set:
+                    window.filter_running_loss()
             window.released = True
         except TrainingFault as caught:
             fault = caught

@@ -137,7 +137,7 @@ class Failsafe:
         # Whether this library has failed: training goes on without it.
         self.switched_off = False
         self._lost_device_error: BaseException | None = None
-        self._containing, self._leaving = OnException(self._contain), OnException(self._leave_with)
+        self._containing, self._leaving = OnException(self.contains), OnException(self.leaves_with)
         self._noting, self._meeting = OnException(self._note), OnException(self._fail_where_ranks_meet)
         # On one of several ranks: what the others have not been told yet.
         self.failure: Exception | None = None
@@ -145,7 +145,7 @@ class Failsafe:
     @property
     def attached(self) -> bool:
         """Whether the methods of the trainer are wrapped."""
-        return bool(self._replaced)
+        return bool(self._replaced.held)
 
     @property
     def device_lost(self) -> bool:
@@ -166,7 +166,8 @@ class Failsafe:
         """Marks a block in which ranks meet: on several of them a failure in it ends the job."""
         return self._meeting
 
-    def _contain(self, error: BaseException) -> bool:
+    def contains(self, error: BaseException) -> bool:
+        """Whether an exception is a failure of this library, and is contained."""
         if not isinstance(error, Exception) or self.lets_pass(error):
             return False
         if processes.world_size() == 1:
@@ -236,7 +237,8 @@ class Failsafe:
         """Gives the trainer back if an exception leaves a block: it ends `train()`, and no event says so."""
         return self._leaving
 
-    def _leave_with(self, error: BaseException) -> bool:
+    def leaves_with(self, error: BaseException) -> bool:
+        """Gives the trainer back with an exception that ends `train()`; always `False`: it goes on."""
         self.tells_of_lost_device(error)
         self.give_back()
         return False

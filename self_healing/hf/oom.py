@@ -52,6 +52,8 @@ class OomRetry:
         self._hooks: Hooks = instrument.hooks
         self._failsafe: Failsafe = instrument.failsafe
         self._heartbeat: Heartbeat = instrument.heartbeat
+        # Whether anything has run out of memory, or is computed in smaller sizes: then it is noted what fits.
+        self.watched = False
         # Whether what is computed is an experiment, which may fail where the run must not.
         self.experimenting = False
 
@@ -60,6 +62,7 @@ class OomRetry:
         if not self._failsafe.attached or not self._view.can_reexecute or not self._hooks.heals_memory:
             return None
         found = caught(error, self._view.device, place)
+        self.watched = self.watched or found is not None
         if found is None or processes.world_size() == 1:
             return found
         if alone:
@@ -270,7 +273,7 @@ class OneRankRetry:
         # A copy: `compute_loss` may pop keys from the batch it is given.
         self._prepared = copy.copy(batch)
         # The running loss is not rewound.
-        self._before = self._ledger.capture(self._trainer._tr_loss)
+        self._before = self._ledger.capture(running_loss=self._trainer._tr_loss)
         self._gradients = self._versions()
         self._collectives = self._begun()
 

@@ -77,20 +77,32 @@ class OptimizerStep:
 
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps `optimizer.step`: takes the step with the rates in force."""
-        scale = 1.0
-        with self._failsafe.contained():
+        self._instrument.heartbeat.enter("optimizer")
+        try:
+            scale = self._prepared()
+            if scale == 1.0:
+                return self._until_it_fits(original, *args, **kwargs)
+            rates = self._rates.in_force(scale)
+            at_once = self._ends_with_the_optimizer or self._optimizer is None
+            with self._rates.set(rates) if at_once else self._rates.set_in_update(rates):
+                return self._until_it_fits(original, *args, **kwargs)
+        finally:
+            self._instrument.heartbeat.leave()
+
+    def _prepared(self) -> float:
+        """Tells of the step, and gives the factor on the schedule's learning rates."""
+        failsafe = self._failsafe
+        try:
             self._hooks.before_optimizer_step()
             self._hooks.about_to_step()
-        if self._failsafe.attached:
+        except Exception as error:
+            if not failsafe.contains(error):
+                raise
+        if failsafe.attached:
             # With another rate on each rank the weights would be others, too.
-            with self._failsafe.contained(), self._failsafe.together():
-                scale = self._rates.scale()
-        if scale == 1.0:
-            return self._until_it_fits(original, *args, **kwargs)
-        rates = self._rates.in_force(scale)
-        at_once = self._ends_with_the_optimizer or self._optimizer is None
-        with self._rates.set(rates) if at_once else self._rates.set_in_update(rates):
-            return self._until_it_fits(original, *args, **kwargs)
+            with failsafe.contained(), failsafe.together():
+                return self._rates.scale()
+        return 1.0
 
     def _until_it_fits(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         while True:
@@ -104,8 +116,11 @@ class OptimizerStep:
                 if ran_out is None:
                     raise
             else:
-                with self._failsafe.contained():
+                try:
                     self._hooks.stepped()
+                except Exception as error:
+                    if not self._failsafe.contains(error):
+                        raise
                 return result
             with self._failsafe.leaving_on_exception():
                 again = self._retry.handled(ran_out, self._instrument.window)

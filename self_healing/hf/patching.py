@@ -32,33 +32,34 @@ class _Replaced(NamedTuple):
     was_set: bool
 
 
+class _Wrapped(functools.partial[Any]):
+    """A method with the original as its first argument; like a function it is not copied with what has it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
+
+
 class Replacements:
     """Replaces attributes of objects, and gives them back. No class is touched."""
 
     def __init__(self) -> None:
-        self._replaced: list[_Replaced] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._replaced)
+        self.held: list[_Replaced] = []
+        """What is replaced now, in order; empty once all is given back."""
 
     def put(self, holder: Any, name: str, replacement: Any) -> None:
         """Sets an attribute until [`give_back`]."""
-        self._replaced.append(_Replaced(holder, name, getattr(holder, name), replacement, name in vars(holder)))
+        self.held.append(_Replaced(holder, name, getattr(holder, name), replacement, name in vars(holder)))
         setattr(holder, name, replacement)
 
     def wrap(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Hands calls of a method to `wrapper(original, *args, **kwargs)` until [`give_back`]."""
         original = getattr(holder, name)
-
-        @functools.wraps(original)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(original, *args, **kwargs)
-
-        self.put(holder, name, replaced)
+        # Called once in each step or more: without a frame of its own.
+        self.put(holder, name, functools.update_wrapper(_Wrapped(wrapper, original), original))
 
     def original(self, holder: Any, name: str) -> Any:
         """Gives an attribute as it was before it was first replaced."""
-        for each in self._replaced:
+        for each in self.held:
             if each.holder is holder and each.name == name:
                 return each.original
         return getattr(holder, name)
@@ -66,11 +67,11 @@ class Replacements:
     def give_back(self, replacements: Iterable[Any] | None = None) -> None:
         """Gives attributes back, the last replaced first."""
         wanted = None if replacements is None else {id(replacement) for replacement in replacements}
-        replaced, self._replaced = self._replaced, []
+        replaced, self.held = self.held, []
         for each in reversed(replaced):
             in_place = vars(each.holder).get(each.name) is each.replacement
             if wanted is not None and not (id(each.replacement) in wanted and in_place):
-                self._replaced.insert(0, each)
+                self.held.insert(0, each)
             elif each.was_set:
                 setattr(each.holder, each.name, each.original)
             else:

@@ -19,7 +19,7 @@ from ..system.random_state import RandomState
 from .batches import Layout, gathering_uneven_rows, layout_of, own_token_count, select_rows
 from .dataloader import DataPosition, RowSource
 from .engine import Call, StepEngine
-from .memory import retry_after_freeing
+from .memory import is_out_of_memory, retry_after_freeing
 from .objective import Objective, StepSignals
 from .replicas import DIGEST_PARTS, are_apart
 from .trainer_state import Bookkeeper, Bookkeeping
@@ -56,6 +56,8 @@ class StepRecord:
         self.agreed = False
         # Whether code of this library has failed on this rank since the last vote.
         self.failed = False
+        # Whether its loss is a number on all ranks, as far as is known; whether the running loss has been put right.
+        self.loss_is_finite, self.loss_is_set = True, False
         # Whether it was judged to its end: each rank goes on to apply it, or what is left of it.
         self.released = False
         self._position = position
@@ -86,7 +88,7 @@ class StepRecord:
     def add_call(self, model: Any, inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keeps a call of `training_step`, to be made again."""
         # A copy: the training step may pop keys from the dictionary it is given.
-        self._calls.append((model, copy.copy(inputs), args, kwargs))
+        self._calls.append((model, inputs.copy() if type(inputs) is dict else copy.copy(inputs), args, kwargs))
 
     @property
     def last_call(self) -> Call:
@@ -130,7 +132,7 @@ class StepRecord:
         """Reads loss and gradient norm as floats: the one device sync of a healthy step, and its one collective."""
         ranks = self.engine.view.world_size
         if ranks == 1:
-            loss, norm = retry_after_freeing(self._read_loss_and_norm, self.engine.view.device)
+            loss, norm = self._read_loss_and_norm()
         else:
             # Not tried twice: the norm may be a collective, which one of the processes cannot begin again.
             # What a rank wants travels with the numbers: no collective of its own, and nothing at all on one process.
@@ -142,6 +144,7 @@ class StepRecord:
             loss, norm, *rest = found[:_FAILED]
             self.apart = are_apart(rest[:DIGEST_PARTS])
             stop, roll_back, news, leave = (vote > 0 for vote in rest[DIGEST_PARTS:])
+        self.loss_is_finite = math.isfinite(loss)
         self.stop_wanted, self.rollback_wanted, self.has_news = stop, roll_back, news
         # Numbers that are taken a second time carry no wish, and do not take one back.
         self.leave_wanted = self.leave_wanted or leave
@@ -167,15 +170,21 @@ class StepRecord:
         return torch.cat([numbers, of_weights, *(numbers.new_full((1,), wish) for wish in wishes)])
 
     def _read_loss_and_norm(self) -> Sequence[float]:
-        loss, norm = self._loss_and_norm()
-        # On the host each is there to be read; a device is waited for once.
-        return (loss.item(), norm.item()) if loss.device.type == "cpu" else torch.stack([loss, norm]).tolist()
+        try:
+            return torch.stack(self._loss_and_norm()).tolist()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        device = self.engine.view.device
+        found: list[float] = retry_after_freeing(lambda: torch.stack(self._loss_and_norm()), device).tolist()
+        return found
 
     def _loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
-        losses = [loss.detach().float() for loss in self.losses]
+        losses, norm = self.losses, self.grad_norm
         loss = losses[0] if len(losses) == 1 and losses[0].dim() == 0 else torch.stack(losses).sum()
+        loss = loss.float()
         # Without a norm the loss stands in for it, so that there is one value per place on every rank.
-        return loss, loss if self.grad_norm is None else as_tensor(self.grad_norm, loss.device).float()
+        return loss, loss if norm is None else as_tensor(norm, loss.device).float()
 
     @property
     def tokens_inside(self) -> int:
@@ -379,9 +388,7 @@ class Window(StepRecord):
             self._tokens_inside += added
         self._tokens_inside -= added
         self.losses = losses[:-1]
-        if all(math.isfinite(float(loss)) for loss in self.losses):
-            # Else it is as the Trainer has filtered it.
-            self._set_running_loss(self.losses)
+        self._set_running_loss(self.losses)
         return losses[-1], added
 
     def compute_micro_batch(
@@ -461,6 +468,7 @@ class Window(StepRecord):
 
     def accept(self) -> None:
         """Puts the re-executed step in the place of the one that failed: loss, gradients and their norm."""
+        self.loss_is_set = True
         self._set_running_loss(self.losses)
 
     def scale_gradients(self, factor: float, always: bool = True) -> None:
@@ -474,7 +482,7 @@ class Window(StepRecord):
         Leaves the step out: no gradient, so neither weights nor moments move (with zeroed gradients AdamW would still
         decay the weights and move by momentum).
         """
-        self.skipped = True
+        self.skipped = self.loss_is_set = True
         if not keep_buffers:
             self.restore_buffers()
         self._catch_up_generation()
@@ -512,6 +520,18 @@ class Window(StepRecord):
         """Leaves the step out after a failure of this library, if its gradients are not the Trainer's."""
         if self.touched or (leave_out_nonfinite and not self.sound):
             self.skip(None)
+        else:
+            self.filter_running_loss()
+
+    def filter_running_loss(self) -> None:
+        """Adds its losses up as the Trainer does: for one that is not finite, the average since the last log."""
+        assert self.start is not None
+        self.loss_is_set = True
+        self._set_running_loss([])
+        running, since = self._trainer._tr_loss, self._trainer._globalstep_last_logged
+        for loss in self.losses:
+            finite = math.isfinite(float(loss))
+            running += loss if finite else running / (1 + self._trainer.state.global_step - since)
 
     def _set_running_loss(self, losses: Sequence[torch.Tensor]) -> None:
         assert self.start is not None

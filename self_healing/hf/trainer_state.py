@@ -21,7 +21,7 @@ from ..system import processes
 from ..system.files import GENERATED_FILE
 from ..system.random_state import RandomState
 from .deepspeed import engine_of, zero_of
-from .memory import retry_after_freeing
+from .memory import is_out_of_memory, retry_after_freeing
 from .patching import Replacements
 from .state import LiveState, discard_gradients, live_state_of, unwrap_optimizer
 
@@ -53,6 +53,10 @@ _PERSISTENT_SCALARS = (
 _MOVED_SCALARS = {"use_adaptive_entropy": ("entropy_coef", "_last_world_entropy")}
 
 
+# The containers by name, and of each container in them what it held: the length of a list, or a copy.
+StoreMarks = tuple[dict[str, Any], list[tuple[Any, Any]]]
+
+
 @dataclass(slots=True)
 class Bookkeeping:
     """Everything a trainer counts beside weights and optimizer state, as of one moment."""
@@ -62,7 +66,7 @@ class Bookkeeping:
     tokens_seen: int
     total_flos: float
     log_length: int
-    stores: dict[str, Any]
+    stores: StoreMarks
     generated: Any
     buffers: dict[str, torch.Tensor]
     rng: RandomState
@@ -82,20 +86,20 @@ class Bookkeeper:
         """Captures the random states."""
         return RandomState.capture(self._device)
 
-    def capture(self, running_loss: torch.Tensor | None = None) -> Bookkeeping:
-        """Captures the bookkeeping."""
+    def capture(self, since: Bookkeeping | None = None, running_loss: torch.Tensor | None = None) -> Bookkeeping:
+        """Captures the bookkeeping; with `since`, as of a moment after which only counters and numbers have moved."""
         trainer = self._trainer
-        attributes = vars(trainer)
+        attributes, state = vars(trainer), trainer.state
         return Bookkeeping(
-            scalars={name: value for name, value in attributes.items() if type(value) in _SCALARS},
-            running_loss=self._cloned(trainer._tr_loss) if running_loss is None else running_loss,
-            tokens_seen=trainer.state.num_input_tokens_seen,
-            total_flos=trainer.state.total_flos,
-            log_length=len(trainer.state.log_history),
-            stores=self.mark_stores(),
-            generated=attributes.get("_buffered_inputs"),
-            buffers=self._copy_moving_buffers(),
-            rng=self.random_state(),
+            {name: value for name, value in attributes.items() if type(value) in _SCALARS},
+            running_loss if running_loss is not None else self._cloned(trainer._tr_loss),
+            state.num_input_tokens_seen,
+            state.total_flos,
+            len(state.log_history),
+            self.mark_stores() if since is None else since.stores,
+            attributes.get("_buffered_inputs"),
+            self._copy_moving_buffers() if since is None else since.buffers,
+            RandomState.capture(self._device),
         )
 
     def _copy_moving_buffers(self) -> dict[str, torch.Tensor]:
@@ -110,10 +114,15 @@ class Bookkeeper:
             first = self._first_buffers
             moving = [(name, buffer) for name, buffer in buffers if not _same(first.get(name), buffer)]
             self._moving_buffers, self._first_buffers = moving, {}
-        return {name: self._cloned(buffer) for name, buffer in moving}
+        return {name: self._cloned(buffer) for name, buffer in moving} if moving else {}
 
     def _cloned(self, tensor: torch.Tensor) -> torch.Tensor:
-        return retry_after_freeing(lambda: tensor.detach().clone(), self._device)
+        try:
+            return tensor.detach().clone()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        return retry_after_freeing(tensor.detach().clone, self._device)
 
     def restore_buffers(self, bookkeeping: Bookkeeping) -> None:
         """Puts the buffers a forward pass changes back."""
@@ -155,15 +164,36 @@ class Bookkeeper:
         if "_buffered_inputs" in vars(trainer):
             trainer._buffered_inputs = bookkeeping.generated
 
-    def mark_stores(self) -> dict[str, Any]:
-        """Notes where the containers of metrics stand."""
+    def mark_stores(self) -> StoreMarks:
+        """Notes where the containers of metrics stand, those within them included."""
         attributes = vars(self._trainer)
-        return {name: _mark(attributes[name]) for name in STORES if name in attributes}
+        stores = {name: attributes[name] for name in STORES if name in attributes}
+        found: list[tuple[Any, Any]] = []
+        todo = [*stores.values()]
+        while todo:
+            container = todo.pop()
+            if isinstance(container, list):
+                found.append((container, len(container)))
+            elif isinstance(container, dict):
+                found.append((container, dict(container)))
+                todo.extend(container.values())
+            elif isinstance(container, deque):
+                found.append((container, tuple(container)))
+        return stores, found
 
-    def rewind_stores(self, marks: Mapping[str, Any]) -> None:
+    def rewind_stores(self, marks: StoreMarks) -> None:
         """Takes what was added to the containers of metrics since [`mark_stores`] out again."""
-        for name, mark in marks.items():
-            setattr(self._trainer, name, _unmark(mark))
+        stores, contents = marks
+        vars(self._trainer).update(stores)
+        for container, content in contents:
+            if isinstance(container, list):
+                del container[content:]
+            elif isinstance(container, dict):
+                container.clear()
+                container.update(content)
+            else:
+                container.clear()
+                container.extend(content)
 
     def continue_from(self, bookkeeping: Bookkeeping) -> None:
         """Goes on with the counters of an earlier `train()` call; a new one has set its own to zero."""
@@ -203,34 +233,6 @@ class Bookkeeper:
 
 def _same(before: torch.Tensor | None, now: torch.Tensor) -> bool:
     return before is not None and before.shape == now.shape and torch.equal(before, now)
-
-
-def _mark(container: Any) -> Any:
-    if isinstance(container, dict):
-        # Lists, which most are, without a call for each.
-        return container, {
-            key: (value, len(value)) if type(value) is list else _mark(value) for key, value in container.items()
-        }
-    if isinstance(container, list):
-        return container, len(container)
-    if isinstance(container, deque):
-        return container, tuple(container)
-    return container, None
-
-
-def _unmark(mark: tuple[Any, Any]) -> Any:
-    container, content = mark
-    if isinstance(container, dict):
-        # First: what is interrupted in between leaves the trainer what it has.
-        restored = {key: _unmark(value) for key, value in content.items()}
-        container.clear()
-        container.update(restored)
-    elif isinstance(container, list):
-        del container[content:]
-    elif isinstance(container, deque):
-        container.clear()
-        container.extend(content)
-    return container
 
 
 def _plain_metrics(store: Any) -> Any:

@@ -221,6 +221,10 @@ class TrainingCall:
         self._heartbeat: Heartbeat = instrument.heartbeat
         self._heals_exceptions: bool = instrument.heals_exceptions
         self._calls = 0
+        self._compiled = bool(getattr(self._trainer.args, "torch_compile", False)) or any(
+            type(each).__name__ == "OptimizedModule" or getattr(each, "_compiled_call_impl", None) is not None
+            for each in self._trainer.model.modules()
+        )
         self.running = False
         # Told why the weights need not be those of the last step any more.
         self.doubt: Callable[[str], None] = lambda why: None
@@ -243,7 +247,7 @@ class TrainingCall:
                 items = args[0] if args else kwargs.get("num_items_in_batch")
                 loss = passes.run(lambda: original(model, copy.copy(inputs), *args, **kwargs), model, items)
             # A CUDA graph (torch.compile with mode="reduce-overhead") writes the next one into the same memory.
-            return loss.detach().clone()
+            return loss.detach().clone() if self._compiled else loss.detach()
         except BaseException as error:
             self.doubt(_doubt_about(original))
             nonfinite = isinstance(error, Exception) and is_nonfinite_exception(error)

@@ -21,6 +21,8 @@ from . import processes
 _MT19937_BYTES = 625 * 4
 # In the tuple of `numpy.random.get_state`.
 _HAS_GAUSS = 3
+_python: Any = random.getstate.__self__  # type: ignore[attr-defined]
+_python_words: Any = super(random.Random, _python).getstate
 # Its words at the last capture, and the state of which they are: to make that takes a hundred times as long.
 _numpy_before: dict[bytes, Any] = {}
 
@@ -38,13 +40,11 @@ class RandomState:
     @classmethod
     def capture(cls, device: torch.device | None = None) -> RandomState:
         """Captures the states as of now; those of a GPU lie in host memory, so nothing waits for the device."""
-        return cls(
-            python=random.getstate(),
-            numpy=_numpy_state(),
-            cpu=torch.get_rng_state(),
-            devices=_on_devices(device),
-            device_type="cpu" if device is None else device.type,
-        )
+        kind = "cpu" if device is None else device.type
+        # As `random.getstate` and `torch.get_rng_state` do, without a call of Python in each step.
+        python = (_python.VERSION, _python_words(), _python.gauss_next)
+        devices = [] if kind == "cpu" else _on_devices(device)
+        return cls(python, _numpy_state(), torch.default_generator.get_state(), devices, kind)
 
     def restore(self) -> None:
         """Sets all generators to the captured states."""
@@ -87,10 +87,10 @@ class RandomState:
 def _numpy_state() -> Any:
     """Gives the state of numpy's generator; that of the last capture where its words are as they were."""
     # From numpy 1.24 on.
-    generator = getattr(np.random, "get_bit_generator", lambda: None)()
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(generator) is not np.random.MT19937:
         return np.random.get_state()
-    words = ctypes.string_at(int(generator.ctypes.state_address), _MT19937_BYTES)
+    words = (ctypes.c_char * _MT19937_BYTES).from_address(int(generator.ctypes.state_address)).raw
     state = _numpy_before.get(words)
     if state is None or state[_HAS_GAUSS]:
         # The words do not show whether the number that is kept from the last pair was used up.
@@ -100,8 +100,6 @@ def _numpy_state() -> Any:
 
 
 def _on_devices(device: torch.device | None) -> list[torch.Tensor]:
-    if device is None or device.type == "cpu":
-        return []
     module = torch.get_device_module(device)
     # A model spread over several devices (`device_map`, `nn.DataParallel`) draws on each of them.
     if processes.world_size() == 1 and module.device_count() > 1 and hasattr(module, "get_rng_state_all"):

@@ -112,6 +112,7 @@ class MemoryHealer(Healer):
         view = instrument.view
         if self._interceptions or not view.can_reexecute or view.why_not_split:
             return
+        instrument.retry.watched = True
         sizes.made_together |= bool(instrument.one_rank.meets_in_forward)
         self._passes = Microbatches(instrument, sizes) if view.may_compute_in_passes else None
         for model in view.models():
