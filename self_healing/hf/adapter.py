@@ -227,28 +227,40 @@ class Instrument:
 
     def step_begins(self) -> None:
         """Called in `on_step_begin`."""
-        if self.attached:
-            with self.failsafe.contained():
-                self.reentry.step_begins()
+        try:
+            self.reentry.step_begins()
+        except Exception as error:
+            if not self.failsafe.contains(error):
+                raise
 
     def before_optimizer_step(self) -> None:
         """Called in `on_pre_optimizer_step`."""
         window = self.window
+        if window is None or not window.judged:
+            self._judge_unmeasured(window)
+        if self.attached:
+            try:
+                self.reentry.about_to_step()
+            except Exception as error:
+                if not self.failsafe.contains(error):
+                    raise
+
+    def _judge_unmeasured(self, window: Window | None) -> None:
+        """Judges a step that the Trainer did not clip, neither through the accelerator nor on mixed meshes."""
         if self._ready(window):
-            # The trainer did not clip, neither through the accelerator nor on mixed meshes.
             window.measured_by(lambda: self.trainer._get_grad_norm(self.trainer.model_wrapped))
             self._judge(window)
-        elif self.failsafe.failure is not None and (window is None or not window.judged):
+        elif self.failsafe.failure is not None:
             self._tell_of_failure(self.trainer._get_grad_norm(self.trainer.model_wrapped))
-        if self.attached:
-            with self.failsafe.contained():
-                self.reentry.about_to_step()
 
     def step_ends(self) -> None:
         """Called in `on_step_end`."""
         if self.attached:
-            with self.failsafe.contained():
+            try:
                 self.reentry.step_ends()
+            except Exception as error:
+                if not self.failsafe.contains(error):
+                    raise
 
     def epoch_ends(self) -> None:
         """Called in `on_epoch_end`."""
@@ -445,7 +457,7 @@ class Instrument:
 
     @staticmethod
     def _ready(window: Window | None) -> TypeGuard[Window]:
-        return window is not None and window.complete and not window.judged
+        return window is not None and len(window.losses) >= window.size and not window.judged
 
     def _judge(self, window: Window) -> None:
         window.judged = True
@@ -532,8 +544,11 @@ class Instrument:
                 raise ran_out.error
 
     def _log_evaluate_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        with self.failsafe.contained():
+        try:
             self.reentry.events_begin()
+        except Exception as error:
+            if not self.failsafe.contains(error):
+                raise
         self.saves.maybe_log_save_evaluate(original, *args, **kwargs)
         self.reentry.events_end()
 

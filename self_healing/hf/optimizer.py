@@ -129,10 +129,12 @@ class OptimizerStep:
 
     def learning_rate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps `_get_learning_rate`, which the Trainer logs: gives the rate in force, not the schedule's."""
-        rate = original(*args, **kwargs)
-        scale = 1.0
-        with self._failsafe.contained():
+        rate, scale = original(*args, **kwargs), 1.0
+        try:
             scale = self._rates.scale()
+        except Exception as error:
+            if not self._failsafe.contains(error):
+                raise
         return rate if scale == 1.0 else rate * scale
 
     # ---- after a step that raised ----
@@ -162,7 +164,7 @@ class Rates:
 
     def scale(self) -> float:
         """The factor in force on the schedule's rates."""
-        scale = self._hooks.rate_scale(self._view.step)
+        scale = self._hooks.rate_scale(self._trainer.state.global_step)
         return scale if scale == 1.0 or self._view.can_scale_rate else 1.0
 
     def in_force(self, scale: float | None = None) -> list[Any]:
@@ -175,10 +177,13 @@ class Rates:
 
     def options(self) -> list[dict[str, Any]]:
         """Settings of each parameter group that schedules change beside the rate (one-cycle momentum)."""
-        return [
-            {name: group[name] for name in ("betas", "momentum", "weight_decay") if name in group}
-            for group in self._trainer.optimizer.param_groups
-        ]
+        found: list[dict[str, Any]] = []
+        for group in self._trainer.optimizer.param_groups:
+            found.append({})
+            for name in ("betas", "momentum", "weight_decay"):
+                if name in group:
+                    found[-1][name] = group[name]
+        return found
 
     @contextlib.contextmanager
     def set_in_update(self, rates: Sequence[Any]) -> Iterator[None]:

@@ -445,7 +445,7 @@ class Window(StepRecord):
         """
         Keeps the step, to be computed again later; `None` if its rows are generated again each time, or are too many.
         """
-        nbytes = sum(nbytes_of(inputs) for inputs in self.all_inputs())
+        nbytes = _bytes_of(self._calls)
         if self.objective.online or nbytes > largest:
             return None
         return Control(self._calls, loss, nbytes)
@@ -455,9 +455,8 @@ class Window(StepRecord):
         if self.start is None or not self._recordable or getattr(self._trainer.args, "sync_ref_model", False):
             # A reference model that follows the model does so in a callback, which is not called again.
             return None
-        rates = self.engine.rates.in_force()
-        options = self.engine.rates.options()
-        return Recording(self.step, control, self.start.rng, rates, self._scaled_by, options)
+        rates = self.engine.rates
+        return Recording(self.step, control, self.start.rng, rates.in_force(), self._scaled_by, rates.options())
 
     def begin_from_here(self) -> None:
         """Has the step start from the state there is now, after a replay."""
@@ -581,6 +580,15 @@ class Recording:
     rates: list[float]
     scaled_by: float
     options: list[dict[str, Any]]
+
+
+def _bytes_of(calls: Sequence[Call]) -> int:
+    """Of all tensors in the inputs, most of which are flat dictionaries, in each step."""
+    found = 0
+    for _, inputs, _, _ in calls:
+        for value in inputs.values() if isinstance(inputs, Mapping) else (inputs,):
+            found += value.nbytes if isinstance(value, torch.Tensor) else nbytes_of(value)
+    return found
 
 
 def nbytes_of(value: Any, elsewhere_than: torch.device | None = None) -> int:
