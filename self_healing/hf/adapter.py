@@ -236,7 +236,7 @@ class Instrument:
     def before_optimizer_step(self) -> None:
         """Called in `on_pre_optimizer_step`."""
         window = self.window
-        if window is None or not window.judged:
+        if window is None or not (window.judged or window.bounds is not None):
             self._judge_unmeasured(window)
         if self.attached:
             try:
@@ -452,8 +452,20 @@ class Instrument:
 
     def _measured(self, window: Window, measure: Callable[[], Any]) -> Any:
         window.measured_by(measure)
-        self._judge(window)
+        window.bounds = self.optimizer_step.bounds_for(window)
+        if window.bounds is None:
+            self._judge(window)
         return window.grad_norm
+
+    def judge_launched(self, window: Window) -> None:
+        """Judges a step whose update has been launched: the device has left it out, or nothing is to be healed."""
+        told = window.grad_norm
+        if not window.applied:
+            self.reentry.phase = Phase.COMPUTING
+        self._judge(window)
+        if window.grad_norm is not told:
+            # The Trainer has it already, and logs it.
+            told.copy_(window.grad_norm)
 
     @staticmethod
     def _ready(window: Window | None) -> TypeGuard[Window]:
@@ -499,7 +511,8 @@ class Instrument:
     def _give_up(self, error: Exception, window: Window) -> None:
         """Goes on without this library after a failure in judging a step, or ends a job of several ranks."""
         if self.view.world_size == 1:
-            window.abandon(self.leaves_out_nonfinite)
+            if not window.applied:
+                window.abandon(self.leaves_out_nonfinite)
             self.failsafe.switch_off(error)
         elif isinstance(error, votes.RankFailed):
             self._go_on_without(error)

@@ -57,6 +57,13 @@ class Hooks:
     def judge(self, window: Window) -> None:
         """Called once per optimizer step, with gradients computed and clipped, and nothing applied yet."""
 
+    def bounds(self, window: Window) -> tuple[float, float] | None:
+        """
+        Gives the largest loss and norm, as float32, with which nothing is done about a step: it may be judged once its
+        update is launched then. `None` where it is judged first.
+        """
+        return None
+
     # ---- the step is applied ----
 
     def before_optimizer_step(self) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from ..ranks import votes
 from ..system import processes
@@ -39,6 +41,7 @@ class OptimizerStep:
         # It calls the optimizer once for each group of parameters, and gathers weights after that.
         self._ends_with_the_optimizer = self.can_be_taken_again
         self._mark = StepMark(trainer.optimizer)
+        self._veto = Veto(instrument)
         self.one_by_one = UpdateOneByOne(trainer.optimizer)
         inner = unwrap_optimizer(trainer.optimizer)
         self._optimizer = inner if isinstance(inner, torch.optim.Optimizer) else None
@@ -46,6 +49,12 @@ class OptimizerStep:
         self._begun = votes.Collectives().begun
         # Whether an update may have changed the weights: one with a rate of 0, or without gradients, has not.
         self.weights_moved = self._optimizer is None
+
+    def bounds_for(self, window: Window) -> tuple[float, float] | None:
+        """What loss and norm of a measured step may be for its update to be launched now; `None`: judged first."""
+        if not self._veto.usable or not self._veto.allows(window):
+            return None
+        return self._hooks.bounds(window)
 
     def attach(self) -> None:
         """Hooks into the optimizer itself, which sees steps that do not go through [`step`] as well."""
@@ -108,8 +117,13 @@ class OptimizerStep:
         while True:
             self._mark.set()
             begun = self._begun() if processes.world_size() > 1 else None
+            window: Window | None = self._instrument.window
             try:
-                result = original(*args, **kwargs)
+                if window is not None and window.bounds is not None:
+                    result = self._veto.launch(window, functools.partial(original, *args, **kwargs))
+                    self._instrument.judge_launched(window)
+                if window is None or not window.applied:
+                    result = original(*args, **kwargs)
             except Exception as error:
                 alone = begun is not None and self._begun() == begun and self.can_be_taken_again
                 ran_out = self._retry.caught(error, place="optimizer step", alone=alone)
@@ -123,7 +137,7 @@ class OptimizerStep:
                         raise
                 return result
             with self._failsafe.leaving_on_exception():
-                again = self._retry.handled(ran_out, self._instrument.window)
+                again = self._retry.handled(ran_out, window)
             if not again:
                 raise ran_out.error
 
@@ -149,6 +163,79 @@ class OptimizerStep:
     def undone(self) -> None:
         """Notes that the weights are as before a step that raised."""
         self._reentry.phase = Phase.COMPUTING
+
+
+# ---- veto: an update that the device itself leaves out ----
+
+
+# Elsewhere the host would wait for nothing, and nothing is won.
+VETO_ON = {"cuda"}
+
+
+class Veto:
+    """
+    Has an update launched before the host knows the numbers of its step: the device compares them with bounds, and
+    fused optimizers of torch apply nothing where `found_inf` is 1. The host waits for the numbers while the update
+    runs.
+    """
+
+    def __init__(self, instrument: Any) -> None:
+        trainer, self._device = instrument.trainer, instrument.view.device
+        self._optimizer: Any = unwrap_optimizer(trainer.optimizer)
+        self.usable = self._device.type in VETO_ON and self._may_be_left_out(trainer)
+        self._bounds: tuple[float, float] | None = None
+        if self.usable:
+            on_gpu = self._device.type == "cuda"
+            self._on_device = torch.zeros(2, device=self._device)
+            self._found = torch.zeros((), device=self._device)
+            self._on_host = torch.empty(2, pin_memory=on_gpu)
+            self._event: Any = torch.Event("cuda") if on_gpu else None
+
+    def _may_be_left_out(self, trainer: Any) -> bool:
+        """Whether nobody but the optimizer takes part in an update, and it can leave one out on the device."""
+        if processes.world_size() > 1 or trainer.accelerator.scaler is not None or engine_of(trainer) is not None:
+            return False
+        if any(map(_watches_updates, trainer.callback_handler.callbacks)):
+            return False
+        fused = getattr(self._optimizer, "_step_supports_amp_scaling", False)
+        return fused and all(group.get("fused") for group in self._optimizer.param_groups)
+
+    def allows(self, window: Window) -> bool:
+        """Whether the step that was measured just now may be launched; its norm lies on the device then."""
+        optimizer = self._optimizer
+        # Those of this library alone: others would be told of an update that may be none.
+        hooked = len(optimizer._optimizer_step_pre_hooks) > 1 or len(optimizer._optimizer_step_post_hooks) > 1
+        return not hooked and type(window.grad_norm) is torch.Tensor
+
+    def launch(self, window: Window, step: Callable[[], Any]) -> Any:
+        """Launches the update, then reads the numbers; whether it was applied is in `window.applied`."""
+        bounds, window.bounds = window.bounds, None
+        numbers = window.numbers()
+        if bounds != self._bounds:
+            self._bounds = bounds
+            self._on_device = torch.tensor(bounds, device=self._device)
+        # NaN is in no order with anything.
+        torch.logical_not((numbers <= self._on_device).all(), out=self._found)
+        self._on_host.copy_(numbers, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+        self._optimizer.found_inf = self._found
+        try:
+            result = step()
+        finally:
+            del self._optimizer.found_inf
+        if self._event is not None:
+            self._event.synchronize()
+        window.read = self._on_host.tolist()
+        window.applied = all(number <= float(bound) for number, bound in zip(window.read, bounds or (), strict=True))
+        return result
+
+
+def _watches_updates(callback: Any) -> bool:
+    """Whether a callback, but for that of this library, is told of an update that may be none."""
+    own = type(callback).__module__.partition(".")[0] == __name__.partition(".")[0]
+    event = getattr(callback.on_pre_optimizer_step, "__func__", None)
+    return not own and event is not TrainerCallback.on_pre_optimizer_step
 
 
 # ---- rates: sets the learning rates that an optimizer step is taken with, for that step ----

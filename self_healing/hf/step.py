@@ -58,6 +58,10 @@ class StepRecord:
         self.failed = False
         # Whether its loss is a number on all ranks, as far as is known; whether the running loss has been put right.
         self.loss_is_finite, self.loss_is_set = True, False
+        # With which it may be launched before it is judged; then its numbers, read once, and whether it was applied.
+        self.bounds: tuple[float, float] | None = None
+        self.read: list[float] | None = None
+        self.applied = False
         # Whether it was judged to its end: each rank goes on to apply it, or what is left of it.
         self.released = False
         self._position = position
@@ -169,15 +173,21 @@ class StepRecord:
         of_weights = numbers.new_zeros(DIGEST_PARTS) if digest is None else digest().to(numbers.device)
         return torch.cat([numbers, of_weights, *(numbers.new_full((1,), wish) for wish in wishes)])
 
+    def numbers(self) -> torch.Tensor:
+        """Loss and gradient norm, where they are, as float32 of shape (2,)."""
+        return torch.stack(self._loss_and_norm())
+
     def _read_loss_and_norm(self) -> Sequence[float]:
+        found, self.read = self.read, None
+        if found is not None:
+            return found
         try:
-            return torch.stack(self._loss_and_norm()).tolist()
+            return self.numbers().tolist()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         device = self.engine.view.device
-        found: list[float] = retry_after_freeing(lambda: torch.stack(self._loss_and_norm()), device).tolist()
-        return found
+        return retry_after_freeing(self.numbers, device).tolist()
 
     def _loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
         losses, norm = self.losses, self.grad_norm

@@ -126,6 +126,10 @@ class Healers(Healer):
     oom_on_one_rank = _each(Healer.oom_on_one_rank)
     on_success = _each(Healer.on_success)
     judge = _each(Healer.judge)
+
+    def bounds(self, window: Window) -> tuple[float, float] | None:
+        return next((each.bounds(window) for each in self.taking_part["bounds"]), None)
+
     before_optimizer_step = _each(Healer.before_optimizer_step)
     about_to_step = _each(Healer.about_to_step)
 
