@@ -30,7 +30,7 @@ from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.healers.numerics.loss import AppliedSteps
 from self_healing.hf.reentry import Reentry
 from self_healing.hf.state import local
-from self_healing.hf.step import StepRecord
+from self_healing.hf.step import Window
 from self_healing.ranks import votes as consensus
 from self_healing.rollback import ring, rollback
 from self_healing.rollback.ring import SnapshotRing
@@ -161,7 +161,7 @@ def between_steps(directory: Path, rank: int) -> dict[str, Any]:
 
 
 def before_the_vote(directory: Path, rank: int) -> dict[str, Any]:
-    return code_of_ours(directory, rank, StepRecord, "_loss_and_norm")
+    return code_of_ours(directory, rank, Window, "_loss_and_norm")
 
 
 def after_the_vote(directory: Path, rank: int) -> dict[str, Any]:

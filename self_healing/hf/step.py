@@ -25,20 +25,20 @@ from .replicas import DIGEST_PARTS, are_apart
 from .trainer_state import Bookkeeper, Bookkeeping
 
 
-# ---- step record: what one optimizer step was computed from, and what came out of it ----
-
+_T = TypeVar("_T")
 
 # The one vote of a healthy step: loss, norm, digest of the weights, four wishes, and whether we have failed.
 _THE_STEP, _FAILED = "the step", 2 + DIGEST_PARTS + 4
 
 
-class StepRecord:
+class Window:
     """
-    Records one optimizer step, micro-batch by micro-batch: the state it began with, its calls of `training_step`,
-    their losses, its gradient norm, and where its rows came from.
+    One optimizer step: what it was computed from (its calls of `training_step`, random state, buffers), what came out
+    (losses, gradient norm), and what can be done with it before `optimizer.step()`: compute it again, on all of its
+    rows or some, apply it, change it, or leave it out.
     """
 
-    def __init__(self, engine: StepEngine, position: DataPosition, size: int) -> None:
+    def __init__(self, engine: StepEngine, ledger: Bookkeeper, position: DataPosition, size: int) -> None:
         state = engine.trainer.state
         self.engine = engine
         self.size = size
@@ -70,7 +70,14 @@ class StepRecord:
         self._generated: tuple[Any, Bookkeeping] | None = None
         self._raised = False
         self._tokens_inside = 0
-        self._measure: Callable[[], Any] = lambda: None
+        self._measure: Callable[[], Any] | None = None
+        self.ledger = ledger
+        self.judged = False
+        self.skipped = False
+        self._trainer = engine.trainer
+        self.touched = False
+        self._recordable = True
+        self._scaled_by = 1.0
 
     # ---- fed by the instrument, micro-batch by micro-batch ----
 
@@ -121,7 +128,7 @@ class StepRecord:
     def measure_again(self) -> None:
         """Measures the gradient norm of the step computed again, as it was measured before."""
         with self.engine.among_ranks("the gradient is measured again"):
-            self.grad_norm = self._measure()
+            self.grad_norm = None if self._measure is None else self._measure()
 
     # ---- what came out of it ----
 
@@ -264,60 +271,6 @@ class StepRecord:
         """What the loss of a micro-batch is divided by, as the Trainer has counted it."""
         _, _, args, kwargs = self._calls[index]
         return args[0] if args else kwargs.get("num_items_in_batch")
-
-
-def tell_of_failure(norm: Any, device: torch.device) -> votes.RankFailed:
-    """
-    Takes part in the vote of a step for a rank that has no numbers to give, because code of this library has failed.
-    """
-    if norm is not None:
-        as_tensor(norm, device)
-    return _rank_failed(votes.sum_over_ranks(_THE_STEP, [*[0.0] * _FAILED, 1.0], device))
-
-
-def _rank_failed(found: Sequence[float]) -> votes.RankFailed:
-    return votes.RankFailed(healthy=math.isfinite(found[0]) and math.isfinite(found[1]))
-
-
-def as_tensor(norm: Any, device: torch.device) -> torch.Tensor:
-    """Makes a tensor of a gradient norm: collective where gradients are sharded."""
-    if type(norm) is torch.Tensor and norm.device == device:
-        return norm
-    full = getattr(norm, "full_tensor", None)
-    return torch.as_tensor(full() if full is not None else norm, device=device)
-
-
-def _to_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, Mapping):
-        return {key: _to_cpu(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_to_cpu(inner) for inner in value]
-    return value if isinstance(value, (int, float, bool, str, type(None))) else repr(value)
-
-
-# ---- window: one optimizer step that can be judged, computed again, run on some of its rows, or left out ----
-
-
-_T = TypeVar("_T")
-
-
-class Window(StepRecord):
-    """
-    One optimizer step, between its backward and `optimizer.step()`: it can be computed again from the state it began
-    with, on all of its rows or some, and is then applied, changed, or left out.
-    """
-
-    def __init__(self, engine: StepEngine, ledger: Bookkeeper, position: DataPosition, size: int) -> None:
-        super().__init__(engine, position, size)
-        self.ledger = ledger
-        self.judged = False
-        self.skipped = False
-        self._trainer = engine.trainer
-        self.touched = False
-        self._recordable = True
-        self._scaled_by = 1.0
 
     def experiment(self) -> contextlib.AbstractContextManager[None]:
         """Marks what is computed inside as not needed by the run: [`OomRetry.experiment`]."""
@@ -551,6 +504,37 @@ class Window(StepRecord):
             running += loss.detach().to(running.device)
 
 
+def tell_of_failure(norm: Any, device: torch.device) -> votes.RankFailed:
+    """
+    Takes part in the vote of a step for a rank that has no numbers to give, because code of this library has failed.
+    """
+    if norm is not None:
+        as_tensor(norm, device)
+    return _rank_failed(votes.sum_over_ranks(_THE_STEP, [*[0.0] * _FAILED, 1.0], device))
+
+
+def _rank_failed(found: Sequence[float]) -> votes.RankFailed:
+    return votes.RankFailed(healthy=math.isfinite(found[0]) and math.isfinite(found[1]))
+
+
+def as_tensor(norm: Any, device: torch.device) -> torch.Tensor:
+    """Makes a tensor of a gradient norm: collective where gradients are sharded."""
+    if type(norm) is torch.Tensor and norm.device == device:
+        return norm
+    full = getattr(norm, "full_tensor", None)
+    return torch.as_tensor(full() if full is not None else norm, device=device)
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {key: _to_cpu(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_cpu(inner) for inner in value]
+    return value if isinstance(value, (int, float, bool, str, type(None))) else repr(value)
+
+
 def _with_items(args: tuple[Any, ...], kwargs: dict[str, Any], items: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:
         return (items, *args[1:]), kwargs
@@ -633,7 +617,7 @@ class RowRemoval:
     stand_in: Any = None
 
     @classmethod
-    def of(cls, step: StepRecord, rows: Mapping[int, Sequence[int]], engine: StepEngine) -> Self:
+    def of(cls, step: Window, rows: Mapping[int, Sequence[int]], engine: StepEngine) -> Self:
         """Counts what the loss is divided by, with all ranks together: one that keeps all its rows takes part."""
         layouts = {index: step.layout(index) for index in rows}
         items, dropped = _count_items(step, rows, layouts, engine)
@@ -663,7 +647,7 @@ class RowRemoval:
         return batch if rows is None or layout is None else select_rows(batch, layout, rows)
 
 
-def _stand_in(step: StepRecord, rows: Mapping[int, Sequence[int]], device: torch.device) -> Any:
+def _stand_in(step: Window, rows: Mapping[int, Sequence[int]], device: torch.device) -> Any:
     """Gives a row that stays, the same on all ranks: where a rank keeps none, what it has of its own gives NaN."""
 
     def own() -> Any:
@@ -678,7 +662,7 @@ def _stand_in(step: StepRecord, rows: Mapping[int, Sequence[int]], device: torch
 
 
 def _count_items(
-    step: StepRecord,
+    step: Window,
     keep: Mapping[int, Sequence[int]],
     layouts: Mapping[int, Layout | None],
     engine: StepEngine,
