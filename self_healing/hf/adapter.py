@@ -406,13 +406,14 @@ class Instrument:
         Computes again, in whatever way fits, what ran out of memory: the step up to there, or on one rank of several
         the micro-batch, while the others wait; its last loss, and its tokens.
         """
+        before_the_step = tokens - window.tokens_inside
         while True:
             if not self.retry.handled(ran_out, window):
                 self.detach()
                 raise ran_out.error
             try:
                 if not ran_out.alone:
-                    return window.compute_again_so_far(tokens - window.tokens_inside)
+                    return window.compute_again_so_far(before_the_step)
                 loss = self.one_rank.compute_again(lambda: self.call.run(window.last_call, window.note_exception))
                 return loss, self.trainer.state.num_input_tokens_seen - tokens
             except TrainingFault as fault:

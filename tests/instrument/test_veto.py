@@ -1,0 +1,146 @@
+"""An update that is launched before its numbers are known: on a GPU, and here as if the CPU were one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import (
+    GradientFault,
+    OutputFault,
+    PoisonToken,
+    WeightFault,
+    a_few_nans,
+    assert_same_weights,
+    grpo_trainer,
+    journal,
+    logged,
+    sft_trainer,
+    weights,
+)
+from transformers import TrainerCallback
+
+from self_healing import HealingConfig, SelfHealingCallback
+from self_healing.hf import optimizer
+from self_healing.hf.optimizer import Veto
+
+
+STEPS = 40
+CONFIG = HealingConfig(snapshot_interval=4, snapshot_verify_steps=2)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each update that is launched before it is judged, whether it was applied."""
+    found: list[bool] = []
+    launch = Veto.launch
+
+    def noted(self: Veto, window: Any, step: Callable[[], Any]) -> Any:
+        result = launch(self, window, step)
+        found.append(window.applied)
+        return result
+
+    monkeypatch.setattr(Veto, "launch", noted)
+    monkeypatch.setattr(optimizer, "VETO_ON", {"cpu"})
+    return found
+
+
+def trained(directory: Path, tokenizer: Any, fault: Callable[[Any], Any] | None = None, **arguments: Any) -> Any:
+    callbacks = arguments.pop("callbacks", [])
+    trainer = sft_trainer(directory, tokenizer, callbacks=callbacks, **{"max_steps": STEPS, **arguments})
+    if fault is not None:
+        fault(trainer)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_healthy_run_is_bitwise_the_plain_one(
+    tmp_path: Path, tokenizer: Any, launched: list[bool], accumulation: int
+) -> None:
+    plain = trained(tmp_path / "plain", tokenizer, gradient_accumulation_steps=accumulation)
+    healed = trained(
+        tmp_path / "healed", tokenizer, gradient_accumulation_steps=accumulation, callbacks=[SelfHealingCallback()]
+    )
+    assert launched.count(True) > 5
+    assert False not in launched
+    assert_same_weights(weights(healed), weights(plain))
+    assert logged(healed) == logged(plain)
+
+
+def spikes(trainer: Any) -> None:
+    OutputFault(trainer.model, strike=lambda forward: forward == 31, change=lambda hidden: 40 * hidden.roll(1, 0))
+
+
+FAULTS: dict[str, Callable[[Any], Any]] = {
+    "transient": lambda trainer: OutputFault(trainer.model, strike=lambda forward: forward == 31),
+    "gradient": lambda trainer: GradientFault(trainer.model, strike=lambda backward: backward == 31),
+    "each time": lambda trainer: OutputFault(trainer.model, strike=lambda _: trainer.state.global_step == 30),
+    "poison": lambda trainer: PoisonToken(trainer.model, trainer.train_dataset[5]["input_ids"][3]),
+    "weights": lambda trainer: trainer.add_callback(WeightFault(a_few_nans, 30)),
+    "spike": spikes,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_step_is_healed_as_where_it_is_judged_first(
+    tmp_path: Path, tokenizer: Any, launched: list[bool], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    healed = trained(tmp_path / "launched", tokenizer, FAULTS[fault], callbacks=[SelfHealingCallback(CONFIG)])
+    assert False in launched
+    monkeypatch.setattr(optimizer, "VETO_ON", set())
+    number = len(launched)
+    first = trained(tmp_path / "judged", tokenizer, FAULTS[fault], callbacks=[SelfHealingCallback(CONFIG)])
+    assert len(launched) == number
+    assert_same_weights(weights(healed), weights(first))
+    assert logged(healed) == logged(first)
+    told = [
+        [
+            (event["kind"], event.get("failure"), event.get("action"), event["step"])
+            for event in journal(tmp_path / run)
+        ]
+        for run in ("launched", "judged")
+    ]
+    assert told[0] == told[1]
+
+
+def test_grpo_is_bitwise_the_plain_one(tmp_path: Path, tokenizer: Any, launched: list[bool]) -> None:
+    plain = grpo_trainer(tmp_path / "plain", tokenizer, max_steps=STEPS)
+    plain.train()
+    healed = grpo_trainer(tmp_path / "healed", tokenizer, max_steps=STEPS, callbacks=[SelfHealingCallback()])
+    healed.train()
+    assert launched
+    assert_same_weights(weights(healed), weights(plain))
+    assert logged(healed) == logged(plain)
+
+
+class WatchesUpdates(TrainerCallback):
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "callbacks"),
+    [({"optim": "adamw_torch"}, []), ({"optim": "adafactor"}, []), ({}, [WatchesUpdates()])],
+    ids=["foreach", "adafactor", "a callback that watches updates"],
+)
+def test_where_an_update_cannot_be_left_out_unseen_a_step_is_judged_first(
+    tmp_path: Path, tokenizer: Any, launched: list[bool], arguments: dict[str, Any], callbacks: list[Any]
+) -> None:
+    trained(tmp_path, tokenizer, callbacks=[SelfHealingCallback(), *callbacks], **arguments)
+    assert launched == []
+
+
+def test_hooks_that_are_put_on_the_optimizer_later_are_told_of_updates_alone(
+    tmp_path: Path, tokenizer: Any, launched: list[bool]
+) -> None:
+    class Hooks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 30:
+                optimizer.optimizer.register_step_post_hook(lambda *_: None)
+                launched.clear()
+
+    trained(tmp_path, tokenizer, callbacks=[SelfHealingCallback(), Hooks()])
+    assert launched == []

@@ -1,0 +1,28 @@
+"""What healing adds to a healthy step, counted: it must not grow."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+counts = importlib.import_module("counts")
+
+# By accumulation; of synchronisations at most, which are fewer than the plain trainer's.
+CALLS, KERNELS, SYNCHRONISATIONS = {1: 100, 8: 160}, 8, {1: -1, 8: -15}
+QUICK = {("sft", "fp32", 1), ("sft", "fp32", 8), ("grpo", "fp32", 1)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "accumulation"),
+    [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in counts.cases()],
+)
+def test_a_healthy_step_costs_no_more_than_it_did(kind: str, precision: str, accumulation: int) -> None:
+    added = counts.added(kind, precision, accumulation)
+    assert added["synchronisations"] <= SYNCHRONISATIONS[accumulation]
+    assert added["kernels"] <= KERNELS
+    assert added["calls"] <= CALLS[accumulation]
