@@ -29,9 +29,7 @@ from two_processes import digest_of
 from two_sharded_processes import sharded_on_the_cpu, whole
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.hf.objective import objective_of
-from self_healing.hf.patching import Replacements
-from self_healing.hf.view import TrainerView
+from self_healing.healers.oom.sizes import fingerprint_of
 
 
 STEPS, SAVE_STEPS = 6, 2
@@ -127,7 +125,7 @@ def learned_before(trainer: Any, rank: int, note: Path) -> None:
     sizes = {kind: {"fits": [[fits, 64]], "fails": [[fails, 1]]} for kind in ("train", "forward")}
     content = {
         "version": 1,
-        "for": TrainerView(trainer, objective_of(trainer), Replacements()).fingerprint(),
+        "for": fingerprint_of(trainer),
         "checkpointing_activations": False,
         "sizes": sizes,
     }

@@ -39,10 +39,8 @@ from two_processes import BitFlip
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer
 from self_healing.healers.numerics import replicas
-from self_healing.hf.objective import objective_of
-from self_healing.hf.patching import Replacements
+from self_healing.healers.oom.sizes import fingerprint_of
 from self_healing.hf.state import named_gradients_of
-from self_healing.hf.view import TrainerView
 
 
 def sharded_on_the_cpu(strategy: str) -> None:
@@ -164,7 +162,7 @@ class Runs:
                 sizes = {kind: {"fits": [[2, 12]], "fails": [[3, 1]]} for kind in ("train", "generate")}
                 content = {
                     "version": 1,
-                    "for": TrainerView(trainer, objective_of(trainer), Replacements()).fingerprint(),
+                    "for": fingerprint_of(trainer),
                     "sizes": sizes,
                 }
                 (self._directory / name).mkdir(parents=True, exist_ok=True)

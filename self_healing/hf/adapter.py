@@ -21,7 +21,7 @@ from .engine import StepEngine
 from .hooks import Failsafe, Hooks
 from .memory import OutOfMemory, is_out_of_memory
 from .objective import objective_of
-from .oom import ActivationCheckpointing, OneRankRetry, OomRetry
+from .oom import OneRankRetry, OomRetry
 from .optimizer import OptimizerStep, Rates
 from .patching import Interception, Replacements
 from .reentry import EarlyStop, Reentry
@@ -71,7 +71,6 @@ class Instrument:
         self.leaving = EarlyStop(self)
         self.saves = SaveSchedule(self)
         self.window: Window | None = None
-        self.activation_checkpointing = ActivationCheckpointing(self.trainer.model)
         self.started_at = started_at
         # While a step that can be left out is computed, what is logged of it is filtered here, once, and not by the
         # Trainer, which waits for the device twice for each micro-batch.
@@ -152,7 +151,6 @@ class Instrument:
             self.engine.detach,
             self.optimizer_step.detach,
             self.position.release,
-            self.activation_checkpointing.switch_off,
         )
         for undo in (self.leaving.detach, *reversed(undoing), *own):
             try:
@@ -378,7 +376,8 @@ class Instrument:
             with self.failsafe.contained():
                 if generates:
                     window.note_generated(batch, self.ledger.capture())
-                self.one_rank.note(batch)
+                if self.one_rank.possible:
+                    self.one_rank.note(batch)
             return batch
 
         return self.engine.preparing(note)
@@ -549,7 +548,8 @@ class Instrument:
                 if ran_out is None:
                     raise
             else:
-                self.retry.on_success()
+                if self.retry.listening:
+                    self.retry.on_success()
                 return result
             # An evaluation may generate, and training draws on from where it stops.
             rng.restore()

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 
+from ..checkpoints.deepspeed import ZeroJob
 from ..system import processes
 from .patching import Replacements
-
-
-# ---- zero ----
 
 
 # What a step moves on in the engine itself, beside weights and optimizer state.
@@ -36,10 +34,7 @@ def engine_of(trainer: Any) -> Any:
 
 
 def have_engine_made_again(trainer: Any) -> None:
-    """
-    Has the next call of `train()` make a DeepSpeed engine of its own: it destroys the one there is, and would train on
-    with that (transformers 5.23).
-    """
+    """Has the next `train()` make an engine: it destroys the one there is, and uses it (transformers 5.23)."""
     if engine_of(trainer) is not None:
         trainer.model_wrapped = trainer.model
 
@@ -51,10 +46,7 @@ def can_be_entered_again(trainer: Any) -> bool:
 
 
 def let_go_of_engine(trainer: Any) -> None:
-    """
-    Has the next `train()` make a DeepSpeed engine: accelerate has forgotten the one there is when `train()` begins
-    (`free_memory`, 1.15), and does not prepare a model that is prepared.
-    """
+    """The same after an exception: accelerate (1.15) forgets an engine, and prepares no model that is prepared."""
     if trainer.accelerator.distributed_type != DistributedType.DEEPSPEED or trainer.model_wrapped is trainer.model:
         return
     # Takes its hooks off the parameters, which a second engine has of its own.
@@ -72,8 +64,7 @@ def why_not_healed(engine: Any) -> str | None:
     if name not in _OPTIMIZERS:
         return f"its optimizer is a {name}, and not one of ZeRO stage 1, 2 or 3"
     offloads = _offloads(optimizer)
-    needed = _NEEDED + _NEEDED_OFFLOADED if offloads else _NEEDED
-    missing = [each for each in needed if not hasattr(optimizer, each)]
+    missing = [each for each in _NEEDED + _NEEDED_OFFLOADED * offloads if not hasattr(optimizer, each)]
     if missing or not hasattr(engine, "managed_gradient_accumulation"):
         return f"this version of it is not known ({', '.join(missing) or 'managed_gradient_accumulation'})"
 
@@ -82,11 +73,11 @@ def why_not_healed(engine: Any) -> str | None:
         return getattr(engine, question, lambda: None)()
 
     places = [each.device for each in (asked("zero_offload_optimizer"), asked("zero_offload_param")) if each]
+    precision = getattr(optimizer, "master_weights_and_grads_dtype", torch.float32)
     refused = {
         "it offloads to NVMe": "nvme" in places,
         "it offloads a part of the optimizer state": offloads and asked("zero_partial_offload") not in (None, 1.0),
-        "it offloads weights that are updated in half precision": offloads
-        and getattr(optimizer, "master_weights_and_grads_dtype", torch.float32) != torch.float32,
+        "it offloads weights that are updated in half precision": offloads and precision != torch.float32,
         "its experts are spread over ranks": engine.has_moe_layers,
         "the caller sets its boundaries of accumulation": not engine.managed_gradient_accumulation(),
         "it runs a pipeline": engine.pipeline_parallelism,
@@ -102,8 +93,24 @@ def why_not_healed(engine: Any) -> str | None:
 
 
 def _offloads(optimizer: Any) -> bool:
-    """Whether what is updated lies in host memory: stages 1 and 2 name it one way, stage 3 another."""
+    # Stages 1 and 2 name it one way, stage 3 another.
     return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
+
+
+def zero_job_of(trainer: Any) -> ZeroJob | None:
+    """Tells how the trainer uses DeepSpeed, before there is an engine; `None` if it does not."""
+    if not getattr(trainer, "is_deepspeed_enabled", False):
+        return None
+    config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
+    bf16 = config.get_value("bf16.enabled", False)
+    tensor_parallel = config.get_value("tensor_parallel.autotp_size", 0) or 1
+    return ZeroJob(
+        int(trainer.args.world_size) // int(tensor_parallel),
+        # Without a word of ZeRO it is -1 (accelerate 1.15).
+        max(int(config.get_value("zero_optimization.stage", 0)), 0),
+        bool(trainer.args.bf16 if bf16 == "auto" else bf16),
+        bool(config.get_value("checkpoint.load_universal", False)),
+    )
 
 
 def zero_of(trainer: Any) -> Zero | None:
@@ -146,10 +153,7 @@ class Zero:
     # ---- the gradient ----
 
     def norm(self) -> torch.Tensor:
-        """
-        Measures the gradient as DeepSpeed does in its step, before it is clipped; infinite, as it is logged by
-        DeepSpeed, if any of it is not finite. Collective.
-        """
+        """As DeepSpeed measures it in its step, before clipping; infinite if any of it is not finite. Collective."""
         zero = self.optimizer
         if self.shards_weights:
             total = torch.linalg.vector_norm(torch.stack(zero._get_norm_groups()))
@@ -161,7 +165,7 @@ class Zero:
 
     @property
     def measure(self) -> str:
-        """Names the method of the optimizer that measures the gradient of one group of parameters."""
+        """The method of the optimizer that measures the gradient of one group of parameters."""
         return "complete_grad_norm_calculation_for_cpu_offload" if self.offloads else "get_grad_norm_direct"
 
     def norm_of_group(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +176,6 @@ class Zero:
         return self._norms[id(params)]
 
     def forget_norms(self) -> None:
-        """Has the gradient measured anew: it is another one."""
         self._norms.clear()
 
     def gradients(self) -> list[torch.Tensor]:
@@ -240,10 +243,7 @@ class Zero:
 
     @contextlib.contextmanager
     def kept_on_rank(self) -> Iterator[None]:
-        """
-        Has each rank keep the gradients that it computes to itself, in the parameters: they have to be discarded
-        before the next step.
-        """
+        """Has each rank keep its gradients to itself, in the parameters; they are discarded before the next step."""
         # As in `DeepSpeedEngine.coalesce_grad_reduction`, which would reduce them at its end.
         self.optimizer._coalesce_grad_reduction = self.engine.inside_no_sync_ctxt = True
         try:
@@ -255,7 +255,6 @@ class Zero:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the loss is multiplied by a scale (fp16)."""
         return bool(self.engine.fp16_enabled())
 
     @property
@@ -270,10 +269,7 @@ class Zero:
 
     @contextlib.contextmanager
     def leaving_out(self, overflowed: bool) -> Iterator[None]:
-        """
-        Has the engine take its next step as one whose gradient has overflowed: nothing is applied, and the step is
-        counted as skipped.
-        """
+        """Has the engine take its next step as one that overflowed: nothing is applied, and it counts as skipped."""
         zero, replaced = self.optimizer, Replacements()
 
         def skip(*_: Any, **__: Any) -> None:
@@ -339,7 +335,7 @@ class Zero:
         return masters
 
     def loss_scaler(self) -> dict[str, Any]:
-        """What the loss scaler knows, to be read and written to; empty where the loss is not scaled."""
+        """What it knows, to be read and written to; empty where the loss is not scaled."""
         return vars(self.optimizer.loss_scaler) if self.scales_loss else {}
 
     def is_own(self, name: str) -> bool:
@@ -368,7 +364,6 @@ class Zero:
         return {"counts": counts, "scaler": {name: value for name, value in scaler if isinstance(value, (int, float))}}
 
     def put_standing(self, standing: Mapping[str, Mapping[str, Any]]) -> None:
-        """Puts what [`standing`] gave into the engine."""
         vars(self.engine).update(standing["counts"])
         self.loss_scaler().update(standing["scaler"])
 
@@ -381,7 +376,7 @@ class Zero:
         self.clear_padding()
 
     def forget_state(self) -> None:
-        """Drops what was made of the partitions before they were written over: it is made of them again."""
+        """Drops what was made of the partitions before they were written over."""
         if self.shards_weights:
             # Weights that are gathered on this rank.
             self.optimizer._partition_all_parameters()
@@ -390,14 +385,8 @@ class Zero:
             self.optimizer._hp_optimizer_states_linked = False
 
 
-# ---- zero saving ----
-
-
 def saves_in_known_order(engine: Any) -> bool:
-    """
-    Says whether all that a DeepSpeed engine writes of a checkpoint goes through [`writes_of`], but for the file
-    `latest` before its last barrier.
-    """
+    """Whether all that an engine writes of a checkpoint goes through [`writes_of`], but for `latest` at its end."""
     if engine is None or engine.has_moe_layers or engine.pipeline_parallelism or engine.zero_nvme_offload_optimizer():
         return False
     # Others write in threads or processes of their own.
@@ -406,9 +395,5 @@ def saves_in_known_order(engine: Any) -> bool:
 
 
 def writes_of(engine: Any) -> list[tuple[Any, str]]:
-    """Lists the methods by which an engine writes to disk, and which wait for no other rank, with their objects."""
-    return [
-        (engine.checkpoint_engine, "makedirs"),
-        (engine.checkpoint_engine, "save"),
-        (engine, "_copy_recovery_script"),
-    ]
+    """The methods by which an engine writes to disk, and which wait for no other rank, with their objects."""
+    return [*((engine.checkpoint_engine, name) for name in ("makedirs", "save")), (engine, "_copy_recovery_script")]

@@ -11,17 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import DefaultFlowCallback, Trainer, TrainerCallback
+from transformers import Trainer
 
 from ..failures.recipes import TrainingFault
 from ..ranks import votes
 from ..system import processes
-from ..system.random_state import RandomState, Repeatability, StepPrint
-from .adapter import Instrument
+from ..system.random_state import Repeatability, StepPrint
 from .batches import Layout, select_rows
 from .dataloader import TrainingLoader
 from .engine import Origin, nonfinite_in
-from .hooks import Hooks
 from .memory import free_memory
 from .objective import StepSignals
 from .state import Search, named_gradients_of
@@ -29,9 +27,6 @@ from .step import Control, Recording, Window
 
 
 logger = logging.getLogger(__name__)
-
-
-# ---- experiments ----
 
 
 class StepExperiments:
@@ -50,7 +45,7 @@ class StepExperiments:
         return self._probe(index, lambda: select_rows(self._window.prepared[index], layout, rows))
 
     def probe_row(self, index: int, row: int) -> bool:
-        """Whether one row of a micro-batch, alone, gives a finite loss and finite gradients."""
+        """The same of one row alone."""
         return self.probe(index, self._layout(index).alone(row))
 
     def _layout(self, index: int) -> Layout:
@@ -67,15 +62,13 @@ class StepExperiments:
         return self._window.until_it_fits(lambda: self._probe_once(index, rows()))
 
     def _probe_once(self, index: int, batch: Any) -> bool:
-        window = self._window
-        window.rewind()
+        self._window.rewind()
         try:
-            loss = window.compute_micro_batch(index, lambda _: batch, last=True, synchronise=False)
-            finite = self._engine.gradients_are_finite()
+            loss = self._window.compute_micro_batch(index, lambda _: batch, last=True, synchronise=False)
             # In this order: where tensors of a layer are spread over ranks, all of them have to ask about gradients.
-            return finite and math.isfinite(float(loss))
+            return self._engine.gradients_are_finite() and math.isfinite(float(loss))
         finally:
-            window.rewind()
+            self._window.rewind()
 
     def rows_elsewhere(self, count: int) -> list[Any]:
         """
@@ -84,9 +77,8 @@ class StepExperiments:
         """
         if self._window.objective.online:
             return []
-        taken = self._window.samples()
         try:
-            return TrainingLoader(self._trainer).rows_elsewhere(count, taken)
+            return TrainingLoader(self._trainer).rows_elsewhere(count, self._window.samples())
         except Exception:
             logger.info("Other rows of the data could not be loaded to compare with.", exc_info=True)
             return []
@@ -104,10 +96,7 @@ class StepExperiments:
         return found
 
     def origin_in_row(self, index: int, row: int) -> Origin | None:
-        """
-        Finds where the computation of one row of a micro-batch, alone, first gives a number that is not finite, in the
-        backward as well; `None` where it does not, or that cannot be seen.
-        """
+        """The same of one row of a micro-batch alone, in the backward as well."""
         layout = self._layout(index)
 
         def pick(batch: Any) -> Any:
@@ -148,11 +137,10 @@ class StepExperiments:
 
     def _begins_in_backward(self, index: int, pick: Callable[[Any], Any]) -> dict[str, Any]:
         """Finds the module in whose backward the gradient is first not finite; empty where that cannot be seen."""
-        window = self._window
-        window.rewind()
+        self._window.rewind()
         try:
             with self._engine.watching_gradients() as seen:
-                window.compute_micro_batch(index, pick, last=True, synchronise=False)
+                self._window.compute_micro_batch(index, pick, last=True, synchronise=False)
         except TrainingFault as fault:
             # Such hooks put views around what modules give, and code that writes over it in place does not allow them.
             logger.info("The backward could not be looked into.", exc_info=fault.error)
@@ -160,7 +148,7 @@ class StepExperiments:
         return seen[0].details if seen else {}
 
     def finite_in_full_precision(self) -> bool | None:
-        """Tells whether the step is finite without mixed precision; `None` where there is none."""
+        """Whether the step is finite without mixed precision; `None` where there is none."""
         with self._engine.full_precision() as changed:
             if not changed:
                 return None
@@ -172,10 +160,7 @@ class StepExperiments:
     # ---- does it repeat? ----
 
     def repeatability(self) -> Repeatability | None:
-        """
-        Computes the step once more, of the rows it has, and tells how far the two lie apart; `None` if that cannot be
-        known.
-        """
+        """Computes the step once more, and tells how far the two lie apart; `None` if that cannot be known."""
         first = self._print()
         if first is None or not self._computed_once_more():
             return None
@@ -222,9 +207,6 @@ class StepExperiments:
         window.accept()
 
 
-# ---- earlier steps ----
-
-
 class StepReplayer:
     """Runs steps that were kept, between the backward of the step that is judged and its `optimizer.step()`."""
 
@@ -234,7 +216,7 @@ class StepReplayer:
         self._state = window.engine.trainer.state
 
     def loss_of(self, control: Control) -> float:
-        """Computes the loss of an earlier step with the weights as they are, over all ranks."""
+        """The loss of an earlier step with the weights as they are, over all ranks."""
         loss = self._loss_from_the_start(control)
         if not math.isfinite(loss):
             # A fault that passes may have struck just then.
@@ -268,7 +250,7 @@ class StepReplayer:
         try:
             # A loss may depend on it.
             state.global_step = recording.step
-            loss = self._window.until_it_fits(compute)
+            loss = window.until_it_fits(compute)
             if math.isfinite(loss):
                 norm = self._engine.step_again(recording.rates, recording.scaled_by, recording.options)
         finally:
@@ -279,7 +261,7 @@ class StepReplayer:
         return StepSignals(recording.step, loss, norm)
 
     def _loss_from_the_start(self, control: Control) -> float:
-        """Computes the loss of an earlier step, from the random states that the step that is judged began with."""
+        """From the random states that the step that is judged began with."""
 
         def compute() -> float:
             self._window.rewind()
@@ -288,7 +270,6 @@ class StepReplayer:
         return self._window.until_it_fits(compute)
 
     def _loss(self, control: Control) -> float:
-        """Computes forward and backward of an earlier step; its loss, over all ranks."""
         last = len(control.calls) - 1
         with self._engine.accumulating(len(control.calls)):
             losses = [self._window.compute(call, last=index == last) for index, call in enumerate(control.calls)]
@@ -297,21 +278,8 @@ class StepReplayer:
         return ranks[0] / processes.world_size()
 
 
-# ---- one step: computes one step of given micro-batches as a trainer computes any other, and applies nothing ----
-
-
-def compute_one_step(
-    trainer: Any,
-    micro_batches: Sequence[Any],
-    items: Any,
-    random_state: RandomState,
-    judge: Callable[[Window], None],
-    load_from: str | None = None,
-) -> None:
-    """
-    Computes one step of a trainer: its models are prepared by its own `train()`, with mixed precision, activation
-    checkpointing and whatever else it puts around them.
-    """
+def give_batches(trainer: Any, micro_batches: Sequence[Any], items: Any, load_from: str | None) -> None:
+    """Has the `train()` of another trainer go over one step's micro-batches, from the weights of a checkpoint."""
     if load_from is not None:
         trainer._load_from_checkpoint(load_from)
     loader: Any = torch.utils.data.DataLoader(list(micro_batches), batch_size=None)  # type: ignore[arg-type]
@@ -321,53 +289,3 @@ def compute_one_step(
     trainer.get_batch_samples = lambda *_: (list(micro_batches), items)
     # ... nor generated again.
     trainer._prepare_inputs = types.MethodType(Trainer._prepare_inputs, trainer)
-    stage = _Stage(trainer, random_state, judge)
-    trainer.callback_handler.callbacks = [DefaultFlowCallback(), stage]
-    trainer.train()
-    if stage.error is not None:
-        raise stage.error
-    if not stage.judged:
-        raise RuntimeError("train() ended without a step; please report this, with the versions of `doctor`")
-
-
-class _Stage(TrainerCallback, Hooks):
-    """Attaches an instrument to the call of `train()`, and has its one step judged."""
-
-    def __init__(self, trainer: Any, random_state: RandomState, judge: Callable[[Window], None]) -> None:
-        self._trainer = trainer
-        self._random_state = random_state
-        self._judge = judge
-        self.error: Exception | None = None
-        self.judged = False
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.instrument = Instrument(self._trainer, self, heals_exceptions=True, started_at=0.0)
-        self.instrument.attach()
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.instrument.epoch_begins()
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._random_state.restore()
-        self.instrument.step_begins()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.instrument.before_optimizer_step()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = True
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.instrument.detach()
-
-    def judge(self, window: Window) -> None:
-        self.judged = True
-        try:
-            self._judge(window)
-        except TrainingFault as fault:
-            self.error = fault.error
-        except Exception as error:
-            # What is raised here would be taken for a failure that training has to be kept from.
-            self.error = error
-        finally:
-            window.skip(None)

@@ -29,11 +29,6 @@ class Hooks:
     # ---- a micro-batch is computed ----
 
     @property
-    def passes(self) -> Any:
-        """The passes that a training step is computed in, where one over the rows does not fit; else `None`."""
-        return None
-
-    @property
     def heals_memory(self) -> bool:
         """Whether anything is done where memory runs out."""
         return False

@@ -19,22 +19,17 @@ from ..failures.recipes import FailureType, TrainingFault
 from ..ranks import votes
 from ..system import processes
 from .batches import preparing
-from .deepspeed import Zero, zero_of
 from .engine import THROUGH
 from .hooks import Failsafe, Hooks
 from .memory import OutOfMemory, Place, caught, free_memory, is_out_of_memory, release_frames
 from .patching import Replacements
 from .sections import Heartbeat
-from .state import unwrap_optimizer
 from .step import Window
 from .trainer_state import Bookkeeper, Bookkeeping
 from .view import TrainerView
 
 
 logger = logging.getLogger(__name__)
-
-
-# ---- memory retry: computes again, in whatever way fits, what ran out of memory ----
 
 
 _T = TypeVar("_T")
@@ -62,8 +57,8 @@ class OomRetry:
         if not self._failsafe.attached or not self._view.can_reexecute or not self._hooks.heals_memory:
             return None
         found = caught(error, self._view.device, place)
-        self.watched = self.watched or found is not None
-        if found is None or processes.world_size() == 1:
+        self.watched |= found is not None
+        if found is None or self._view.world_size == 1:
             return found
         if alone:
             return replace(found, alone=True)
@@ -82,20 +77,17 @@ class OomRetry:
             self._heartbeat.be_patient(section)
         in_update = ran_out.place == "optimizer step"
         handle = self._hooks.handle_oom_in_optimizer_step if in_update else self._hooks.handle_oom
-        handled = False
         with self._failsafe.contained():
-            handled = handle(ran_out, window)
-        return handled
+            return handle(ran_out, window)
+        return False
 
     def on_success(self) -> None:
-        """Called when something that may have run out of memory before has been computed."""
+        """Called, while [`watched`], when something that may have run out of memory has been computed."""
         with self._failsafe.contained():
             self._hooks.on_success()
 
     def until_it_fits(self, compute: Callable[[], _T], discard: Callable[[], None]) -> _T:
-        """
-        Computes something that begins with rewinding the step: it can be begun again with more memory, or once more.
-        """
+        """Computes what begins with rewinding the step: again with more memory, or once more."""
         repeated = False
         while True:
             try:
@@ -108,7 +100,8 @@ class OomRetry:
                     raise
                 error, others_wait = ours, False
             else:
-                self.on_success()
+                if self.watched:
+                    self.on_success()
                 return result
             # Outside of the handler: what the failed attempt held is gone, but for its gradients.
             if is_out_of_memory(error):
@@ -121,11 +114,8 @@ class OomRetry:
             repeated = True
 
     def _may_have_passed(self, error: Exception) -> bool:
-        """
-        Whether a computation that is to heal another fault is tried once more after an exception: not where memory
-        ran out and all has been tried, nor on several processes, where the others are waiting.
-        """
-        if processes.world_size() > 1:
+        """Whether what is computed to heal another fault is tried once more: not where other ranks are waiting."""
+        if self._view.world_size > 1:
             return False
         if is_out_of_memory(error) and not self._hooks.heals_memory:
             # Nothing is to be done where training runs out of memory; but this is none of what it computes.
@@ -145,23 +135,21 @@ class OomRetry:
         try:
             yield
             votes.wait_for_all_ranks("an experiment is over", self._view.device)
-        except TrainingFault as fault:
-            self._give_up_together(fault)
-            raise
         except votes.RankRaised as error:
             raise TrainingFault(error, others_know=True) from error
         except Exception as error:
-            if not is_out_of_memory(error):
+            fault = error if isinstance(error, TrainingFault) else TrainingFault(error)
+            if fault is not error and not is_out_of_memory(error):
                 raise
-            in_ours = TrainingFault(error)
-            self._give_up_together(in_ours)
-            raise in_ours from error
+            self._give_up_together(fault)
+            if fault is error:
+                raise
+            raise fault from error
         finally:
             self.experimenting = before
 
     def _give_up_together(self, fault: TrainingFault) -> None:
-        """Has all ranks give up an experiment in which training code has raised on this one."""
-        if processes.world_size() == 1 or fault.others_know:
+        if self._view.world_size == 1 or fault.others_know:
             return
         if fault.others_wait and not votes.all_reach(THROUGH, _COMPUTING_SECONDS):
             raise recipes.Stranded("an experiment failed on this rank alone") from fault.error
@@ -170,23 +158,21 @@ class OomRetry:
             votes.tell_raised(self._view.device)
 
 
-# ---- one rank: computes a micro-batch again on one rank of several, while the others wait for its gradients ----
-
-
 # By which trainers have ranks meet in a loss.
 _ASKING = ("gather_for_metrics", "gather", "reduce", "pad_across_processes")
 
 
 class OneRankRetry:
-    """Computes a micro-batch once more on this rank alone."""
+    """Computes a micro-batch once more on one rank of several, while the others wait for its gradients."""
 
     def __init__(self, instrument: Any) -> None:
         self._trainer = instrument.trainer
         self._view: TrainerView = instrument.view
         self._ledger: Bookkeeper = instrument.ledger
         self._replaced: Replacements = instrument.replaced
+        # Whether there are other ranks, and a micro-batch can be computed again without them.
+        self.possible = False
         self._model: Any = None
-        self._zero: Zero | None = None
         self._refusal = ""
         self._first_step = 0
         self._parameters: list[torch.nn.Parameter] = []
@@ -207,11 +193,6 @@ class OneRankRetry:
         self.meets_in_forward: bool | None = None
         self._entered: int | None = None
 
-    @property
-    def possible(self) -> bool:
-        """Whether there are other ranks, and a micro-batch can be computed again without them."""
-        return self._model is not None
-
     def attach(self) -> None:
         """Watches the wrapped model, if it is one of DDP or ZeRO."""
         model: Any = getattr(self._trainer, "model_wrapped", None)
@@ -221,10 +202,9 @@ class OneRankRetry:
         self._refusal = self._why_never(model)
         if self._refusal:
             return
-        self._model = model
+        self._model, self.possible = model, True
         self._parameters = [each for each in model.parameters() if each.requires_grad]
-        self._zero = zero_of(self._trainer)
-        if self._zero is None:
+        if self._view.zero is None:
             self._replaced.wrap(model, "_pre_forward", self._pre_forward)
             self._replaced.wrap(model, "_post_forward", self._post_forward)
         else:
@@ -238,7 +218,7 @@ class OneRankRetry:
             return "ranks share the tokens of each row (context or sequence parallelism)"
         if self._view.sharded:
             return "the model is sharded, and each call gathers weights from all ranks"
-        if zero_of(self._trainer) is None:
+        if self._view.zero is None:
             # torch 2.13: what DDP sends before a forward is sent in `_pre_forward`.
             if not isinstance(model, DistributedDataParallel) or not hasattr(model, "_pre_forward"):
                 return "the model is not one of DistributedDataParallel"
@@ -247,14 +227,14 @@ class OneRankRetry:
         return "" if self._begun() is not None else "the backend does not count its collectives"
 
     def begin(self) -> None:
-        """Called before a micro-batch."""
+        """Called before a micro-batch, where it is [`possible`] to begin it again, as the rest of what follows."""
         self.end()
         self._forwards = self._sent_before = self._asked = 0
-        self._collectives = self._begun() if self.possible else None
+        self._collectives = self._begun()
 
     def check_sent(self) -> None:
         """Raises where DDP has not sent all gradients of a step: others would take a vote for some of them."""
-        if self._model is None or self._zero is not None:
+        if self._view.zero is not None:
             return
         # torch's own words, which come in the next forward otherwise.
         self._model._check_reducer_finalized()
@@ -268,8 +248,6 @@ class OneRankRetry:
 
     def note(self, batch: Any) -> None:
         """Called with the micro-batch as the trainer has prepared it: here it can be begun again."""
-        if not self.possible:
-            return
         # A copy: `compute_loss` may pop keys from the batch it is given.
         self._prepared = copy.copy(batch)
         # The running loss is not rewound.
@@ -285,7 +263,7 @@ class OneRankRetry:
             return "the evaluation of this batch has begun a collective"
         if self._before is None:
             return "the batch was being prepared, in which ranks meet"
-        if self._zero is None and self._model.static_graph and self._view.step == self._first_step:
+        if self._view.zero is None and self._model.static_graph and self._view.step == self._first_step:
             return "DistributedDataParallel learns its static graph in the first step"
         if self._collectives is None or self._begun() != self._collectives:
             return "a collective has begun that cannot be begun once more"
@@ -301,8 +279,8 @@ class OneRankRetry:
         self._trainer.state.num_input_tokens_seen = before.tokens_seen
         self._sent_before, self._forwards = max(self._sent_before, self._forwards), 0
         self._asked = 0
-        if self._zero is not None:
-            self._zero.leave_backward()
+        if self._view.zero is not None:
+            self._view.zero.leave_backward()
         with preparing(self._trainer, lambda batch: batch, prepared=self._prepared):
             return compute()
 
@@ -376,70 +354,3 @@ def _copied(answer: Any) -> Any:
     if isinstance(answer, torch.Tensor):
         return answer.detach().clone()
     return type(answer)(map(_copied, answer)) if type(answer) in (list, tuple) else answer
-
-
-# ---- less memory: settings of a trainer's model and optimizer that take less memory for the same result ----
-
-
-class ActivationCheckpointing:
-    """Switches activation checkpointing of a model on and off in the middle of a run."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._mine = self._inputs_needed_gradients = False
-
-    @property
-    def on(self) -> bool:
-        """Whether activation checkpointing is on."""
-        # Renamed in transformers 5.2x; the old name warns there.
-        for name in ("is_activation_checkpointing", "is_gradient_checkpointing"):
-            found = getattr(self._model, name, None)
-            if found is not None:
-                return bool(found)
-        return False
-
-    def switch_on(self) -> bool:
-        """Switches it on, if the model supports it; whether that changed anything."""
-        if self.on or not getattr(self._model, "supports_gradient_checkpointing", False):
-            return False
-        self._inputs_needed_gradients = hasattr(self._model, "_require_grads_hook")
-        self._call("enable", {"use_reentrant": False})
-        self._mine = self.on
-        return self._mine
-
-    def switch_off(self) -> None:
-        """Undoes [`switch_on`]."""
-        if self._mine:
-            self._call("disable")
-            if not self._inputs_needed_gradients and hasattr(self._model, "_require_grads_hook"):
-                self._model.disable_input_require_grads()
-        self._mine = False
-
-    def _call(self, what: str, options: dict[str, Any] | None = None) -> None:
-        for name in ("activation", "gradient"):
-            method = getattr(self._model, f"{name}_checkpointing_{what}", None)
-            if method is not None:
-                method(**({} if options is None else {f"{name}_checkpointing_kwargs": options}))
-                return
-
-
-class UpdateOneByOne:
-    """Has an optimizer of torch update parameter by parameter: all at once takes as much memory again as they do."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._before: list[tuple[dict[str, Any], Any]] = []
-
-    def switch_on(self) -> bool:
-        """Switches it on; whether that changed anything."""
-        for group in getattr(unwrap_optimizer(self._optimizer), "param_groups", []):
-            if "foreach" in group and group["foreach"] is not False and not group.get("fused"):
-                self._before.append((group, group["foreach"]))
-                group["foreach"] = False
-        return bool(self._before)
-
-    def switch_off(self) -> None:
-        """Undoes [`switch_on`]."""
-        for group, foreach in self._before:
-            group["foreach"] = foreach
-        self._before.clear()

@@ -14,7 +14,7 @@ from ..ranks import votes
 from ..system import processes
 from .deepspeed import engine_of
 from .hooks import Failsafe, Hooks
-from .oom import OomRetry, UpdateOneByOne
+from .oom import OomRetry
 from .reentry import Reentry
 from .sections import Phase
 from .state import unwrap_optimizer
@@ -42,7 +42,6 @@ class OptimizerStep:
         self._ends_with_the_optimizer = self.can_be_taken_again
         self._mark = StepMark(trainer.optimizer)
         self._veto = Veto(instrument)
-        self.one_by_one = UpdateOneByOne(trainer.optimizer)
         inner = unwrap_optimizer(trainer.optimizer)
         self._optimizer = inner if isinstance(inner, torch.optim.Optimizer) else None
         self._handles: list[Any] = []
@@ -67,7 +66,6 @@ class OptimizerStep:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.one_by_one.switch_off()
 
     def _begins(self, *_: Any) -> None:
         self._reentry.phase = Phase.STEPPING

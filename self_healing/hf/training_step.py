@@ -16,7 +16,6 @@ from ..ranks import votes
 from ..system import processes
 from .deepspeed import Zero, engine_of
 from .engine import Call, StepEngine
-from .hooks import Hooks
 from .patching import Replacements
 from .sections import Heartbeat, Phase
 
@@ -217,7 +216,6 @@ class TrainingCall:
     def __init__(self, instrument: Any) -> None:
         self._trainer = instrument.trainer
         self._replaced: Replacements = instrument.replaced
-        self._hooks: Hooks = instrument.hooks
         self._heartbeat: Heartbeat = instrument.heartbeat
         self._heals_exceptions: bool = instrument.heals_exceptions
         self._calls = 0
@@ -226,6 +224,8 @@ class TrainingCall:
             for each in self._trainer.model.modules()
         )
         self.running = False
+        # Those that it is computed in, where one over the rows does not fit.
+        self.passes: Any = None
         # Told why the weights need not be those of the last step any more.
         self.doubt: Callable[[str], None] = lambda why: None
 
@@ -240,7 +240,7 @@ class TrainingCall:
         if again:
             self._heartbeat.enter("step")
         try:
-            passes = self._hooks.passes
+            passes = self.passes
             if passes is None:
                 loss: torch.Tensor = original(model, inputs, *args, **kwargs)
             else:

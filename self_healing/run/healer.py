@@ -114,10 +114,6 @@ class Healers(Healer):
     # ---- the events of the instrument ----
 
     @property
-    def passes(self) -> Any:
-        return next((passes for each in self.taking_part["passes"] if (passes := each.passes) is not None), None)
-
-    @property
     def heals_memory(self) -> bool:
         return any(each.heals_memory for each in self.taking_part["heals_memory"])
 

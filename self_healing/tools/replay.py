@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import DefaultFlowCallback, Trainer, TrainerCallback
 
 from ..checkpoints.marker import checkpoints_in, load_marker, number_of, speaks_for
 from ..checkpoints.vetting import vet_weights
 from ..failures.recipes import TrainingFault
 from ..healers.dry_run import quiet_arguments
 from ..healers.numerics.diagnosis import find_poison_rows
+from ..hf.adapter import Instrument
 from ..hf.engine import Origin
-from ..hf.experiments import StepExperiments, compute_one_step
+from ..hf.experiments import StepExperiments, give_batches
+from ..hf.hooks import Hooks
 from ..hf.step import Window
 from ..hf.trainer_state import preserved
 from ..journal.incident import Incident
@@ -248,8 +250,56 @@ def _compute(
             _look_into(window, report, kept.get("rows", {}))
 
     batches = [kept["micro_batches"][index] for index in indices]
-    compute_one_step(trainer, batches, kept["items"][indices[0]], states, look, weights.checkpoint)
+    give_batches(trainer, batches, kept["items"][indices[0]], weights.checkpoint)
+    stage = _Stage(trainer, states, look)
+    trainer.callback_handler.callbacks = [DefaultFlowCallback(), stage]
+    trainer.train()
+    if stage.error is not None:
+        raise stage.error
+    if not reports:
+        raise RuntimeError("train() ended without a step; please report this, with the versions of `doctor`")
     return reports[0]
+
+
+class _Stage(TrainerCallback, Hooks):
+    """Attaches an instrument to the call of `train()`, and has its one step judged."""
+
+    def __init__(self, trainer: Any, random_state: RandomState, judge: Callable[[Window], None]) -> None:
+        self._trainer = trainer
+        self._random_state = random_state
+        self._judge = judge
+        self.error: Exception | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.instrument = Instrument(self._trainer, self, heals_exceptions=True, started_at=0.0)
+        self.instrument.attach()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.instrument.epoch_begins()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._random_state.restore()
+        self.instrument.step_begins()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.instrument.before_optimizer_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.instrument.detach()
+
+    def judge(self, window: Window) -> None:
+        try:
+            self._judge(window)
+        except TrainingFault as fault:
+            self.error = fault.error
+        except Exception as error:
+            # What is raised here would be taken for a failure that training has to be kept from.
+            self.error = error
+        finally:
+            window.skip(None)
 
 
 def _computed_by(trainer: Any) -> str:

@@ -28,7 +28,6 @@ from ...failures.recipes import (
 from ...hf.adapter import Instrument
 from ...hf.objective import StepSignals
 from ...hf.step import Window
-from ...hf.view import blueprint_of, kept_weights
 from ...journal.incident import Incident
 from ...ranks import votes
 from ...rollback.rollback import RollbackRecord
@@ -37,6 +36,7 @@ from ...run.incidents import OpenIncident
 from ...run.run import Run
 from ...system import processes
 from ...system.files import rank_in
+from ..dry_run import blueprint_of, kept_weights
 from .detectors.panel import DetectorPanel
 from .learning_rate import LEAST_TRIAL_STEPS, MARGIN_ADAPTIVE, MARGIN_PLAIN, RateTrial
 from .state import NumericsState

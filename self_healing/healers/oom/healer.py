@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import deque
 from collections.abc import Mapping
@@ -29,8 +30,8 @@ from ...run.incidents import OpenIncident
 from ...run.run import Run
 from ...system import processes
 from .calls import ModelCalls
-from .microbatches import Microbatches
-from .sizes import MemoryState
+from .microbatches import Microbatches, may_compute_in_passes
+from .sizes import MemoryState, checkpoint_activations, update_one_by_one
 
 
 logger = logging.getLogger("self_healing")
@@ -52,9 +53,8 @@ class MemoryHealer(Healer):
         self.actions = run.remedies
         self._state = run.part(MemoryState)
         self._sizes = self._state.sizes
-        # Where calls are watched: what stands in for them, and what computes training steps in passes.
+        # Where calls are watched: what stands in for them.
         self._interceptions: list[Interception] = []
-        self._passes: Microbatches | None = None
         # What is being dealt with, over several attempts, and what actions need to know of it.
         self._opened: OpenIncident | None = None
         self._context: HealingContext | None = None
@@ -84,7 +84,7 @@ class MemoryHealer(Healer):
             self._state.read()
         self.run.news.on("sizes", self._take_in_sizes)
         if self._state.checkpointing_activations:
-            instrument.activation_checkpointing.switch_on()
+            checkpoint_activations(instrument)
         if self._has_limits():
             self._watch()
         if self.config.on_oom == "backup":
@@ -110,11 +110,11 @@ class MemoryHealer(Healer):
         """Has each call of the models go over as few rows as it has to, where it can be split."""
         instrument, sizes = self._instrument, self._sizes
         view = instrument.view
-        if self._interceptions or not view.can_reexecute or view.why_not_split:
+        if self._interceptions or not view.can_reexecute or self._why_never_split:
             return
         instrument.retry.watched = True
         sizes.made_together |= bool(instrument.one_rank.meets_in_forward)
-        self._passes = Microbatches(instrument, sizes) if view.may_compute_in_passes else None
+        instrument.call.passes = Microbatches(instrument, sizes) if may_compute_in_passes(instrument) else None
         for model in view.models():
             calls = ModelCalls(model, sizes, view.device)
             self._interceptions.append(instrument.intercept_calls(model, calls.call))
@@ -124,7 +124,8 @@ class MemoryHealer(Healer):
     def _leave_alone(self) -> None:
         """Gives the models their own calls back."""
         self._instrument.replaced.give_back(self._interceptions)
-        self._interceptions, self._passes = [], None
+        self._interceptions, self._instrument.call.passes = [], None
+        self._instrument.retry.watched = False
 
     def metrics(self, training: bool, summary: bool) -> dict[str, float]:
         """Gives whether calls were split since the last log."""
@@ -137,11 +138,6 @@ class MemoryHealer(Healer):
     def heals_memory(self) -> bool:
         """Whether anything is done at all."""
         return self.config.on_oom != "raise"
-
-    @property
-    def passes(self) -> Microbatches | None:
-        """Those that training steps are computed in, where their calls are split; `None` where they are not."""
-        return self._passes
 
     def handle_oom(self, ran_out: OutOfMemory, window: Window | None) -> bool:
         """Takes the next rung of the ladder; `False` where the error has to pass."""
@@ -171,7 +167,7 @@ class MemoryHealer(Healer):
     def _handle_oom_in_engine(self, ran_out: OutOfMemory, context: HealingContext) -> bool:
         """Tries once more with the memory freed: what a vLLM engine in this process lacks says nothing about sizes."""
         self._sizes.forget_attempt()
-        free = self._instrument.view.engine_is_free_of_requests()
+        free = drop_requests(self._instrument.trainer)
         if free and self._attempts == 1:
             return True
         if ran_out.alone:
@@ -220,7 +216,7 @@ class MemoryHealer(Healer):
         run, incident = self.run, context.incident
         refused = self._sizes.refused
         why = f"it cannot be split by rows: {refused}" if refused else "it cannot be split any further"
-        why = self._instrument.view.why_not_split or why
+        why = self._why_never_split or why
         if "not_split" not in incident.evidence:
             run.journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, incident.cause, {"not_split": why})
         if ran_out.alone:
@@ -363,7 +359,7 @@ class MemoryHealer(Healer):
             return self._end_the_job(ran_out)
         if not undone:
             self.run.healers.heal_interrupted_step(context)
-        if self._attempts == 3 and instrument.optimizer_step.one_by_one.switch_on():
+        if self._attempts == 3 and update_one_by_one(instrument):
             context.incident.figures.append("weights are updated one by one from here on (foreach=False)")
         elif self._attempts >= 3:
             self._stop(context, ran_out)
@@ -437,7 +433,19 @@ class MemoryHealer(Healer):
 
     def _why_not_split(self) -> str:
         """Says why calls of the model are not split, as far as is known by now; empty if they are."""
-        return self._instrument.view.why_not_split or self._sizes.refused
+        return self._why_never_split or self._sizes.refused
+
+    @property
+    def _why_never_split(self) -> str:
+        """Says why the calls of a model are made whole, whatever they do; empty if they can be split."""
+        if self._args.n_gpu > 1:
+            return "nn.DataParallel makes replicas of the model for each call"
+        if self._instrument.view.has_flat_parameters:
+            return (
+                "FSDP1 has the weights in flat parameters, which change with each forward (calls are split with "
+                '"fsdp_version": 2 in fsdp_config)'
+            )
+        return ""
 
     def _whole_batch(self, ran_out: OutOfMemory) -> CallShape:
         """Gives what the first failure of a process says, whose calls are not watched yet."""
@@ -533,6 +541,26 @@ class MemoryOutsideOfModel:
             else:
                 return Claim(incident, Action.REDUCE_BATCH_SIZE, batch=plan)
         return Claim(incident, Action.FREE_MEMORY if step > last else Action.STOP)
+
+
+def drop_requests(trainer: Any) -> bool:
+    """
+    Drops what a call that raised has left in a vLLM engine of this process, which the next call would answer together
+    with its own prompts: each row would get the completions of another. Whether nothing is left.
+    """
+    engine = getattr(getattr(getattr(trainer, "vllm_generation", None), "llm", None), "llm_engine", None)
+    if engine is None:
+        return True
+    try:
+        if engine.has_unfinished_requests():
+            # Newer versions know them by another name than the one they were given.
+            internal = "internal" in inspect.signature(engine.abort_request).parameters
+            left = list(engine.output_processor.request_states)
+            engine.abort_request(left, **({"internal": True} if internal else {}))
+        return not engine.has_unfinished_requests()
+    except Exception:
+        logger.warning("What a failed call has left in the vLLM engine cannot be dropped.", exc_info=True)
+        return False
 
 
 # ---- advice: words for an out-of-memory error: how much did not fit, and what to do about it ----

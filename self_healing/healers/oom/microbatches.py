@@ -22,6 +22,7 @@ import torch
 
 from ...hf.adapter import Instrument
 from ...hf.batches import CallShape, Layout, layout_of, select_rows
+from ...hf.objective import has_own_loss
 from ...hf.patching import Replacements
 from .calls import IGNORED_LABEL, CannotSplit, groups_of_segments, main_input, spans
 from .sizes import KnownSizes
@@ -45,6 +46,18 @@ class _Pass:
     batch: Any
     weights: dict[str, float]
     asked: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+
+
+def may_compute_in_passes(instrument: Instrument) -> bool:
+    """
+    Whether a training step may be computed in passes over its rows: no other process takes part in it, and its loss is
+    one of the libraries that compare no rows (DPO's `aot` sorts the batch).
+    """
+    trainer, view = instrument.trainer, instrument.view
+    known = instrument.objective.name in ("generic", "sft", "dpo", "reward", "grpo", "rloo")
+    sorts = any(str(kind).startswith("aot") for kind in getattr(trainer, "loss_types", None) or [])
+    own_loss = has_own_loss(trainer) or "compute_loss" in vars(trainer)
+    return known and view.world_size == 1 and not view.under_deepspeed and not sorts and not own_loss
 
 
 class Microbatches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Mapping
@@ -9,11 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 from ...failures.recipes import Action
+from ...hf.adapter import Instrument
 from ...hf.batches import CallShape, Kind
-from ...hf.memory import change_batch, free_memory
+from ...hf.memory import change_batch, free_memory, memory_of
+from ...hf.state import unwrap_optimizer
 from ...run.healer import CarryOut, HealingContext
 from ...run.run import Run
 from ...system.files import of_rank, replace_file
@@ -237,6 +241,23 @@ class KnownSizes:
 # ---- what a run knows of its memory, and what it does to need less of it ----
 
 
+def fingerprint_of(trainer: Any) -> dict[str, Any]:
+    """Facts that have to be the same for sizes that fitted in one process to fit in another."""
+    device, parameters = trainer.accelerator.device, list(trainer.model.parameters())
+    # Under ZeRO-3 there are elements only while they are gathered.
+    sizes = [int(getattr(each, "ds_numel", each.numel())) for each in parameters]
+    return {
+        "parameters": sum(sizes),
+        "trained": sum(size for size, each in zip(sizes, parameters, strict=True) if each.requires_grad),
+        "dtypes": sorted({str(each.dtype) for each in parameters}),
+        "precision": str(trainer.accelerator.mixed_precision),
+        "activation_checkpointing": bool(getattr(trainer.args, "gradient_checkpointing", False)),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "memory": memory_of(device),
+        "processes": int(trainer.args.world_size),
+    }
+
+
 class MemoryState:
     """
     With which sizes, and whether with activation checkpointing, a run is known to fit into memory: kept in
@@ -263,14 +284,14 @@ class MemoryState:
     def content(self) -> dict[str, Any]:
         return {
             "version": _VERSION,
-            "for": self._run.instrument.view.fingerprint(),
+            "for": fingerprint_of(self._run.instrument.trainer),
             "checkpointing_activations": self.checkpointing_activations,
             "sizes": self.sizes.state_dict(),
         }
 
     def take_over(self, content: Mapping[str, Any], own: bool) -> bool:
         """Takes over what another process knows; `False` if it is about another model or device."""
-        if content["version"] != _VERSION or content["for"] != self._run.instrument.view.fingerprint():
+        if content["version"] != _VERSION or content["for"] != fingerprint_of(self._run.instrument.trainer):
             return False
         self.sizes.load_state_dict(content["sizes"], own)
         return True
@@ -309,8 +330,7 @@ class MemoryState:
         return {"call": shape.kind, "did_not_fit": [shape.rows, shape.length], "at_a_time": at_a_time}
 
     def _checkpoint_activations(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
-        done = context.running.activation_checkpointing.switch_on()
-        if not done:
+        if not checkpoint_activations(context.running):
             return {"checkpointing": False, "happened": False, "why": "it is on already, or the model cannot do it"}
         self.checkpointing_activations = True
         self.sizes.more_room()
@@ -329,3 +349,49 @@ class MemoryState:
         if context.running.objective.name not in ("sft", "dpo", "reward", "generic"):
             context.incident.figures.append("a loss that looks at the whole micro-batch sees fewer rows from here on")
         return plan.to_dict()
+
+
+# ---- settings of a model and an optimizer that take less memory for the same result, until the trainer is given back
+
+
+def checkpoint_activations(instrument: Instrument) -> bool:
+    """Switches activation checkpointing on, if the model supports it; whether that changed anything."""
+    model: Any = instrument.trainer.model
+    if _checkpoints(model) or not getattr(model, "supports_gradient_checkpointing", False):
+        return False
+    inputs_needed_gradients = hasattr(model, "_require_grads_hook")
+    _tell(model, "enable", {"use_reentrant": False})
+    if not _checkpoints(model):
+        return False
+
+    def switch_off() -> None:
+        _tell(model, "disable")
+        if not inputs_needed_gradients and hasattr(model, "_require_grads_hook"):
+            model.disable_input_require_grads()
+
+    instrument.on_detach.append(switch_off)
+    return True
+
+
+# Renamed in transformers 5.2x; the old names warn there.
+def _checkpoints(model: Any) -> bool:
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    return bool(next((found for name in names if (found := getattr(model, name, None)) is not None), False))
+
+
+def _tell(model: Any, what: str, options: dict[str, Any] | None = None) -> None:
+    for name in ("activation", "gradient"):
+        method = getattr(model, f"{name}_checkpointing_{what}", None)
+        if method is not None:
+            method(**({} if options is None else {f"{name}_checkpointing_kwargs": options}))
+            return
+
+
+def update_one_by_one(instrument: Instrument) -> bool:
+    """Has an optimizer of torch update parameter by parameter: all at once takes as much memory again as they do."""
+    groups = getattr(unwrap_optimizer(instrument.trainer.optimizer), "param_groups", [])
+    at_once = [group for group in groups if group.get("foreach", False) is not False and not group.get("fused")]
+    for group in at_once:
+        instrument.on_detach.append(functools.partial(group.__setitem__, "foreach", group["foreach"]))
+        group["foreach"] = False
+    return bool(at_once)

@@ -23,8 +23,8 @@ from ...checkpoints.deepspeed import why_of_another_job
 from ...checkpoints.marker import checkpoints_in, number_of, numbered, read_marker, standing_of
 from ...checkpoints.vetting import Verdict
 from ...config.healing_config import HealingConfig
+from ...hf.deepspeed import zero_job_of
 from ...hf.trainer_state import loads_more
-from ...hf.view import zero_job_of
 from ...journal.journal import Journal
 from ...journal.terminal import speaking_of
 from ...ranks import votes
