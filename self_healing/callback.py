@@ -296,7 +296,6 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             if control.should_evaluate:
                 control.should_evaluate = False
                 instrument.leaving.owes_evaluation = True
-        instrument.step_ends()
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

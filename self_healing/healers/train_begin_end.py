@@ -22,7 +22,6 @@ from ..checkpoints.vetting import vet_weights
 from ..failures.classify import describe_exception
 from ..failures.recipes import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
 from ..hf.adapter import Instrument
-from ..hf.saving import leave_damaged_best
 from ..hf.services import ReportingGuard
 from ..hf.trainer_state import save_generated
 from ..journal.incident import Incident, counted, lost_steps
@@ -616,9 +615,15 @@ class RunEvents(Healer):
             logger.warning("%s could not be marked as complete.", checkpoint, exc_info=True)
 
     def before_best_model(self) -> None:
-        left = leave_damaged_best(self._run.instrument.trainer, vet_weights)
-        if left is not None:
-            tell_of_best_model(self._run, *left)
+        state, args = self._run.trainer.state, self._run.trainer.args
+        best = state.best_model_checkpoint
+        if not args.load_best_model_at_end or best is None:
+            return
+        reason = votes.looked_up_by_first_rank("best model", lambda: vet_weights(Path(best)), args.device)
+        if reason is not None:
+            # The weights of the last step stay.
+            state.best_model_checkpoint = state.best_metric = state.best_global_step = None
+            tell_of_best_model(self._run, best, reason)
 
     def device_lost(self, error: BaseException) -> None:
         # First, so that the postmortem has the ranks in it.

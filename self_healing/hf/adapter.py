@@ -225,23 +225,15 @@ class Instrument:
 
     def step_begins(self) -> None:
         """Called in `on_step_begin`."""
-        try:
-            self.reentry.step_begins()
-        except Exception as error:
-            if not self.failsafe.contains(error):
-                raise
+        if self.attached and self.reentry.in_first_step:
+            with self.failsafe.contained():
+                self.reentry.first_step_begins()
 
     def before_optimizer_step(self) -> None:
         """Called in `on_pre_optimizer_step`."""
         window = self.window
         if window is None or not (window.judged or window.bounds is not None):
             self._judge_unmeasured(window)
-        if self.attached:
-            try:
-                self.reentry.about_to_step()
-            except Exception as error:
-                if not self.failsafe.contains(error):
-                    raise
 
     def _judge_unmeasured(self, window: Window | None) -> None:
         """Judges a step that the Trainer did not clip, neither through the accelerator nor on mixed meshes."""
@@ -250,15 +242,6 @@ class Instrument:
             self._judge(window)
         elif self.failsafe.failure is not None:
             self._tell_of_failure(self.trainer._get_grad_norm(self.trainer.model_wrapped))
-
-    def step_ends(self) -> None:
-        """Called in `on_step_end`."""
-        if self.attached:
-            try:
-                self.reentry.step_ends()
-            except Exception as error:
-                if not self.failsafe.contains(error):
-                    raise
 
     def epoch_ends(self) -> None:
         """Called in `on_epoch_end`."""
@@ -271,7 +254,7 @@ class Instrument:
     def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.heartbeat.enter("data")
         try:
-            if self.reentry.stop_owed:
+            if not self.reentry.has_fetched and self.reentry.stop_owed:
                 return self._nothing_to_train()
             try:
                 self.window = None
@@ -368,8 +351,9 @@ class Instrument:
         one of several ranks each micro-batch as it was prepared.
         """
         generates = self.objective.online and not window.losses
-        self.one_rank.begin()
-        if not generates and not self.one_rank.possible:
+        if self.one_rank.possible:
+            self.one_rank.begin()
+        elif not generates:
             return NOTHING
 
         def note(batch: Any) -> Any:
@@ -503,8 +487,9 @@ class Instrument:
 
     def finish_step(self) -> None:
         """Applies that step, as the other ranks have that were not left."""
-        self.reentry.about_to_step()
-        with self.rates.set(self.rates.in_force()):
+        rates = self.rates.in_force()
+        self.reentry.learning_rate = rates[0]
+        with self.rates.set(rates):
             self.replaced.original(self.trainer.optimizer, "step")()
         self.reentry.phase = Phase.STEPPED
 
@@ -548,7 +533,7 @@ class Instrument:
                 if ran_out is None:
                     raise
             else:
-                if self.retry.listening:
+                if self.retry.watched:
                     self.retry.on_success()
                 return result
             # An evaluation may generate, and training draws on from where it stops.
@@ -564,7 +549,7 @@ class Instrument:
             if not self.failsafe.contains(error):
                 raise
         self.saves.maybe_log_save_evaluate(original, *args, **kwargs)
-        self.reentry.events_end()
+        self.reentry.events_done += 1
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.objective.online and self.leaves_out_nonfinite:

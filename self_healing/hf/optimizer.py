@@ -90,6 +90,7 @@ class OptimizerStep:
             if scale == 1.0:
                 return self._until_it_fits(original, *args, **kwargs)
             rates = self._rates.in_force(scale)
+            self._reentry.learning_rate = rates[0]
             at_once = self._ends_with_the_optimizer or self._optimizer is None
             with self._rates.set(rates) if at_once else self._rates.set_in_update(rates):
                 return self._until_it_fits(original, *args, **kwargs)
@@ -147,7 +148,11 @@ class OptimizerStep:
         except Exception as error:
             if not self._failsafe.contains(error):
                 raise
-        return rate if scale == 1.0 else rate * scale
+        rate = rate if scale == 1.0 else rate * scale
+        if self._reentry.finished_step == self._instrument.trainer.state.global_step:
+            # Of the step that is not counted yet: what is asked for last is what the Trainer logs.
+            self._reentry.learning_rate = rate
+        return rate
 
     # ---- after a step that raised ----
 

@@ -29,9 +29,6 @@ from .view import TrainerView
 logger = logging.getLogger("self_healing")
 
 
-# ---- reentry: leaves `train()` by an exception, and enters it again as if it had never been left ----
-
-
 class Reentry:
     """Follows one `train()` call closely enough to leave it at any point and to continue it in another."""
 
@@ -41,8 +38,13 @@ class Reentry:
         self._position = position
         self._entry_step = int(trainer.state.global_step)
         self.phase = Phase.IDLE
+        # As the last finished step has left it, and its number.
         self.finished: Bookkeeping | None = None
-        self._finished_step = -1
+        self.finished_step = -1
+        # The rate in force in the step that follows it, once that is known to differ or asked for.
+        self.learning_rate: Any = None
+        # Whether no step was finished yet.
+        self.in_first_step = False
         self._stop = False
         self._window: Window | None = None
         self._epoch_rng: RandomState | None = None
@@ -51,8 +53,8 @@ class Reentry:
         self._rng_after_pending: RandomState | None = None
         # Puts all that is counted back to before the events of the step that was finished last.
         self._undo_events: Callable[[], Bookkeeping] | None = None
-        self._events_done = False
-        self._epoch_events_done = False
+        # How often log, evaluation and save have been through: after the step, and after its epoch.
+        self.events_done = 0
         self._epoch_began = False
         self._epoch_ended = False
         self._step_ended = False
@@ -62,7 +64,6 @@ class Reentry:
         self._continues = False
         self._epoch_end_done = False
         self._schedule_before: Any = None
-        self._learning_rate: float | None = None
         self.has_fetched = False
 
     # ---- what the Trainer is doing ----
@@ -83,31 +84,27 @@ class Reentry:
         """Called before the batches of a step are fetched: the step before it is finished in every respect."""
         self.phase = Phase.FETCHING
         self.finished = self._ledger.capture()
-        self._finished_step = int(self._trainer.state.global_step)
+        self.finished_step = int(self._trainer.state.global_step)
+        self._schedule_before = getattr(self._trainer.lr_scheduler, "last_epoch", None)
         self._window = None
-        self._after_fetch_rng = self._undo_events = None
+        self._after_fetch_rng = self._undo_events = self.learning_rate = None
         self._epoch_began = self._epoch_ended = self._step_ended = self.epoch_end_begun = False
-        self._events_done = self._epoch_events_done = False
+        self.events_done, self.in_first_step = 0, self.finished_step == self._entry_step
 
     def fetched(self, window: Window | None) -> None:
-        """Called once they are fetched; a resume in mid-epoch loads its random state at this point."""
+        """Called once they are fetched; a resume in mid-epoch loads its random state right after it."""
         self.phase = Phase.COMPUTING
         self.has_fetched = True
         self._window = window
         self._after_fetch_rng = self._ledger.random_state()
 
-    def step_begins(self) -> None:
+    def first_step_begins(self) -> None:
         """Called in `on_step_begin`: only here has a resume in mid-epoch loaded the random state of its first step."""
-        if int(self._trainer.state.global_step) == self._entry_step and self.phase is Phase.COMPUTING:
+        if self.phase is Phase.COMPUTING:
             self._after_fetch_rng = self._ledger.random_state()
 
-    def about_to_step(self) -> None:
-        """Notes where the schedule stands, to tell later whether it moved with the step, and the rate of the step."""
-        self._schedule_before = getattr(self._trainer.lr_scheduler, "last_epoch", None)
-        self._learning_rate = self._trainer._get_learning_rate()
-
     def epoch_ends(self) -> None:
-        """Called in `on_epoch_end`, as [`step_ends`] for a step."""
+        """Called in `on_epoch_end`."""
         self._epoch_ended = True
         if self._epoch_end_done:
             # A run that was left at its very end: what follows from the epoch's end is done already.
@@ -116,17 +113,11 @@ class Reentry:
 
     def events_begin(self) -> None:
         """Called before the Trainer logs, evaluates and saves: an exception in there has all of it done again."""
+        self._step_ends()
         control = self._trainer.control
         follows = control.should_log or control.should_evaluate or control.should_save
         if follows and self._undo_events is None and self.phase is Phase.STEPPED:
             self._undo_events = self._mark_events()
-
-    def events_end(self) -> None:
-        """Called when all of that is done."""
-        if self.epoch_end_begun:
-            self._epoch_events_done = True
-        else:
-            self._events_done = True
 
     def _mark_events(self) -> Callable[[], Bookkeeping]:
         trainer, state, ledger = self._trainer, self._trainer.state, self._ledger
@@ -169,8 +160,8 @@ class Reentry:
         self._finalizing = True
         self._trainer._tr_loss.zero_()
 
-    def step_ends(self) -> None:
-        """Called in `on_step_end`: all of a step is done but what follows from it (logging, evaluating, saving)."""
+    def _step_ends(self) -> None:
+        """All of a step is done but what follows from it (logging, evaluating, saving)."""
         if self._window is not None and not self._step_ended:
             self._position.advance(self._window.all_inputs())
         self._step_ended = True
@@ -220,17 +211,17 @@ class Reentry:
 
     def _rewind_after_the_step(self) -> tuple[Bookkeeping, Pending]:
         trainer, history = self._trainer, self._trainer.state.log_history
-        if int(trainer.state.global_step) == self._finished_step:
+        if int(trainer.state.global_step) == self.finished_step:
             self._count_the_step()
-        self.step_ends()
-        over = self._epoch_began or self._epoch_end_done or self._epoch_events_done
+        self._step_ends()
+        over = self._epoch_began or self._epoch_end_done or self.events_done > 1
         epoch_end = not over and (self.epoch_end_begun or self._position.at_epoch_end())
         pending = Pending(
-            events=not self._events_done or epoch_end,
+            events=not self.events_done or epoch_end,
             epoch_end=epoch_end,
             epoch_ended=self._epoch_ended or epoch_end,
             grad_norm=None if self._window is None else self._window.grad_norm,
-            learning_rate=self._learning_rate,
+            learning_rate=None if self.learning_rate is None else float(self.learning_rate),
         )
         if self._finalizing and history and "train_runtime" in history[-1]:
             history.pop()
@@ -247,6 +238,8 @@ class Reentry:
         scheduler = trainer.lr_scheduler
         skipped = trainer.accelerator.optimizer_step_was_skipped
         moved = getattr(scheduler, "last_epoch", None) != self._schedule_before
+        if self.learning_rate is None and not moved:
+            self.learning_rate = trainer._get_learning_rate()
         if not _goes_by_evaluations(scheduler) and not skipped and not moved:
             scheduler.step()
         trainer.state.global_step += 1
@@ -343,11 +336,8 @@ def _end_scaled_step(trainer: Any) -> None:
         optimizer._accelerate_step_called = False
 
 
-# ---- leaving: ends a run before its last step, and notes what is left to the process that continues it ----
-
-
 class EarlyStop:
-    """Ends one trainer's run with the step that is under way."""
+    """Ends one trainer's run with the step that is under way; notes what is left to the process that continues it."""
 
     def __init__(self, instrument: Any) -> None:
         self._instrument = instrument

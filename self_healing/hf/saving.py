@@ -26,29 +26,24 @@ from ..failures.classify import classify_exception, costs_its_save, describe_exc
 from ..failures.recipes import FailureType
 from ..ranks import votes
 from ..system import processes
-from ..system.files import EMERGENCY_DIR, STATE_FILE
+from ..system.files import STATE_FILE
 from ..system.random_state import RandomState
 from .deepspeed import engine_of, saves_in_known_order, writes_of
 from .hooks import Failsafe, Hooks
 from .patching import Replacements
 from .reentry import EarlyStop
-from .trainer_state import Bookkeeper, Bookkeeping
 from .view import TrainerView
 
 
 logger = logging.getLogger("self_healing")
 
 
-# ---- save schedule: writes the checkpoints that the Trainer's schedule asks for, once their state is vouched for ----
-
-
 class SaveSchedule:
-    """Wraps what the Trainer calls to save on its schedule."""
+    """Wraps what the Trainer calls to save on its schedule, once its state is vouched for."""
 
     def __init__(self, instrument: Any) -> None:
         self._trainer = instrument.trainer
         self._view: TrainerView = instrument.view
-        self._ledger: Bookkeeper = instrument.ledger
         self._hooks: Hooks = instrument.hooks
         self._failsafe: Failsafe = instrument.failsafe
         self._leaving: EarlyStop = instrument.leaving
@@ -68,8 +63,6 @@ class SaveSchedule:
         if self._hooks.owes_checkpoint() and (control.should_training_stop or not self._hooks.checkpoints_wait()):
             control.should_save = True
         self._best_before = state.best_metric, state.best_global_step
-        if self.writer is not None:
-            self.writer.evaluation_may_follow()
         return self._as_scheduled(original, *args, **kwargs)
 
     def save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -89,6 +82,8 @@ class SaveSchedule:
                 return original(*args, **kwargs)
             if not self.writer.write(original, *args, **kwargs):
                 self._held_back = True
+                # A best model that cannot be saved is not the best one on disk.
+                self.disown_best()
         return None
 
     def on_save(self, original: Callable[..., Any], args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -144,26 +139,14 @@ class SaveSchedule:
         trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
 
     def disown_best(self) -> None:
-        """Takes back that the state about to be saved is the best model, whatever the evaluation of this step said."""
+        """Takes back that the state of this step is the best model, whatever its evaluation said."""
         state = self._trainer.state
         if state.best_global_step == self._view.step:
             state.best_metric, state.best_global_step = self._best_before
 
-    def finite_once_healed(self, finished: Bookkeeping) -> bool:
-        """Whether weights, buffers and optimizer state are finite between two steps, once what can be healed is."""
-        if not self._view.nonfinite_tensors():
-            return True
-        with self._failsafe.contained():
-            self._hooks.verify_state()
-        self._ledger.rewind(finished)
-        return not self._view.nonfinite_tensors()
-
-
-# ---- saving ----
-
 
 class CheckpointSaving:
-    """Writes the checkpoints of one trainer's schedule."""
+    """Writes the checkpoints of one trainer's schedule, or has a healer deal with one that cannot be written."""
 
     def __init__(
         self, trainer: Any, healer: Any, contained: Callable[[], contextlib.AbstractContextManager[None]]
@@ -171,15 +154,9 @@ class CheckpointSaving:
         self._trainer = trainer
         self._healer = healer
         self._contained = contained
-        self._best: tuple[float | None, int | None] = (None, None)
-
-    def evaluation_may_follow(self) -> None:
-        """Called before the Trainer evaluates: a best model that cannot be saved is not the best one on disk."""
-        state = self._trainer.state
-        self._best = state.best_metric, state.best_global_step
 
     def write(self, save: Callable[..., None], model: Any, trial: Any, *args: Any, **kwargs: Any) -> bool:
-        """Calls the Trainer's `_save_checkpoint`."""
+        """Calls the Trainer's `_save_checkpoint`; whether the checkpoint is there."""
         trainer, together = self._trainer, SavingTogether(self._trainer)
         several = processes.world_size() > 1
         if several and not together.possible:
@@ -219,8 +196,6 @@ class CheckpointSaving:
                     # Handling it has failed as well.
                     raise
                 if not again:
-                    if trainer.state.best_global_step == step:
-                        trainer.state.best_metric, trainer.state.best_global_step = self._best
                     return False
             else:
                 with self._contained():
@@ -229,10 +204,8 @@ class CheckpointSaving:
 
     def _decided_together(self, again: bool | None, error: Exception, checkpoint: Path, step: int) -> bool | None:
         """What the first rank has decided, and done about the files; `None` where that has failed on any rank."""
-        device = self._trainer.accelerator.device
-        failed, wanted, *_ = votes.sum_over_ranks(
-            "the checkpoint is written once more", [again is None, bool(again)], device
-        )
+        numbers, device = [again is None, bool(again)], self._trainer.accelerator.device
+        failed, wanted, *_ = votes.sum_over_ranks("the checkpoint is written once more", numbers, device)
         if failed:
             return None
         again = wanted > 0
@@ -265,9 +238,6 @@ def _files_of(checkpoint: Path) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-# ---- saving together: a checkpoint that several processes write is whole on all of them, or on none ----
-
-
 # What `_save_checkpoint` is made of before it writes the state of the Trainer, last of all.
 _PARTS = ("save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
 
@@ -277,7 +247,7 @@ class CouldNotBeWritten(OSError):
 
 
 class SavingTogether:
-    """Has the processes of a run agree on whether a checkpoint could be written."""
+    """Has the processes of a run agree on whether a checkpoint could be written: on all of them, or on none."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -409,45 +379,15 @@ def _left(error: BaseException, function: str) -> bool:
     return False
 
 
-# ---- own checkpoints ----
-
-
-def emergency_path(trainer: Any) -> Path:
-    """The path of the emergency checkpoint of the current step, written or not."""
-    return Path(trainer.args.output_dir, EMERGENCY_DIR, f"checkpoint-{trainer.state.global_step}")
-
-
 def write_checkpoint(trainer: Any, folder: Path) -> None:
     """Writes a checkpoint of the trainer as it stands into a folder."""
-    ours, elsewhere = Replacements(), {"save_strategy": SaveStrategy.NO, "output_dir": str(folder)}
-    for name, value in ({"push_to_hub": False, "save_only_model": False} | elsewhere).items():
+    ours, whole = Replacements(), {"push_to_hub": False, "save_only_model": False}
+    for name, value in {**whole, "save_strategy": SaveStrategy.NO, "output_dir": str(folder)}.items():
         ours.put(trainer.args, name, value)
     try:
         trainer._save_checkpoint(trainer.model_wrapped, trial=None)
     finally:
         ours.give_back()
-
-
-# ---- best model ----
-
-
-def leave_damaged_best(trainer: Any, why_not: Callable[[Path], str | None]) -> tuple[str, str] | None:
-    """
-    Has the weights of the last step stay at the end of a run if those of the best checkpoint are torn or not finite;
-    gives the checkpoint and the reason. The first rank decides. Collective.
-    """
-    state, args = trainer.state, trainer.args
-    best = state.best_model_checkpoint
-    if not args.load_best_model_at_end or best is None:
-        return None
-    reason = votes.looked_up_by_first_rank("best model", lambda: why_not(Path(best)), args.device)
-    if reason is None:
-        return None
-    state.best_model_checkpoint = state.best_metric = state.best_global_step = None
-    return best, reason
-
-
-# ---- uploads: leaves the files of self_healing out of what the Trainer uploads to the Hub ----
 
 
 def leave_out_of_uploads(folder: str, patterns: Sequence[str]) -> None:

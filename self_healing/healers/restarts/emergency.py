@@ -13,8 +13,8 @@ from ...failures.classify import classify_exception, could_not_be_written, descr
 from ...failures.recipes import FailureType
 from ...hf.adapter import Instrument
 from ...hf.memory import free_memory, release_frames
-from ...hf.saving import emergency_path, write_checkpoint
-from ...hf.trainer_state import PENDING, Pending, ResumePoint, save_generated
+from ...hf.saving import write_checkpoint
+from ...hf.trainer_state import PENDING, Bookkeeping, Pending, ResumePoint, save_generated
 from ...run.run import Run
 from ...system import processes
 from ...system.files import BESIDE_DIR, EMERGENCY_DIR
@@ -35,11 +35,11 @@ def save_emergency_checkpoint(run: Run, heals: bool = False) -> ResumePoint | No
     point = instrument.reentry.rewind_to_last_step()
     if point is None:
         return None
-    saves, view = instrument.saves, instrument.view
-    path = emergency_path(instrument.trainer)
+    view = instrument.view
+    path = Path(instrument.trainer.args.output_dir, EMERGENCY_DIR, f"checkpoint-{view.step}")
     for last in (False, True):
         # What has struck the weights meanwhile is healed as well, or is not saved.
-        if not (saves.finite_once_healed(point.bookkeeping) if heals else not view.nonfinite_tensors()):
+        if not _is_finite(instrument, point.bookkeeping if heals else None):
             return None
         try:
             _write_emergency(run, path, instrument.ledger.export() | {PENDING: point.pending.to_dict()})
@@ -54,6 +54,17 @@ def save_emergency_checkpoint(run: Run, heals: bool = False) -> ResumePoint | No
         free_memory(view.device)
     point.path = str(path)
     return point
+
+
+def _is_finite(instrument: Instrument, heal_as_of: Bookkeeping | None) -> bool:
+    """Whether weights, buffers and optimizer state are finite between two steps, once what can be healed is."""
+    found = instrument.view.nonfinite_tensors()
+    if found and heal_as_of is not None:
+        with instrument.failsafe.contained():
+            instrument.hooks.verify_state()
+        instrument.ledger.rewind(heal_as_of)
+        found = instrument.view.nonfinite_tensors()
+    return not found
 
 
 def _write_emergency(run: Run, path: Path, bookkeeping: dict[str, Any]) -> None:
