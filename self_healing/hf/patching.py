@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -227,3 +227,16 @@ def remove_progress_bars(trainer: Any) -> None:
             # RichProgressCallback (TRL 1.16), which need not be installed.
             callback.rich_group.stop()
             callback.rich_group = None
+
+
+def give_batches(trainer: Any, micro_batches: Sequence[Any], items: Any, load_from: str | None) -> None:
+    """Has the `train()` of another trainer go over one step's micro-batches, from the weights of a checkpoint."""
+    if load_from is not None:
+        trainer._load_from_checkpoint(load_from)
+    loader: Any = torch.utils.data.DataLoader(list(micro_batches), batch_size=None)  # type: ignore[arg-type]
+    trainer.get_train_dataloader = lambda: loader
+    # As the step had them: neither counted again, which with several processes would give another number, ...
+    items = items.to(trainer.args.device) if isinstance(items, torch.Tensor) else items
+    trainer.get_batch_samples = lambda *_: (list(micro_batches), items)
+    # ... nor generated again.
+    trainer._prepare_inputs = types.MethodType(Trainer._prepare_inputs, trainer)

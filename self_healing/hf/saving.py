@@ -55,15 +55,17 @@ class SaveSchedule:
         self._on_schedule = self._held_back = False
         self._best_before: tuple[float | None, int | None] = (None, None)
 
-    # ---- wrapped methods, in the order they are called ----
-
     def maybe_log_save_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps `_maybe_log_save_evaluate`: asks for a checkpoint that is owed."""
         control, state = self._trainer.control, self._trainer.state
         if self._hooks.owes_checkpoint() and (control.should_training_stop or not self._hooks.checkpoints_wait()):
             control.should_save = True
         self._best_before = state.best_metric, state.best_global_step
-        return self._as_scheduled(original, *args, **kwargs)
+        self._on_schedule, self._held_back = True, False
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._on_schedule = False
 
     def save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps `_save_checkpoint`."""
@@ -102,13 +104,6 @@ class SaveSchedule:
         at_the_end = self._trainer.control.should_training_stop
         return self._on_schedule and self._hooks.checkpoints_wait() and not vouched_for and not at_the_end
 
-    def _as_scheduled(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._on_schedule, self._held_back = True, False
-        try:
-            return save(*args, **kwargs)
-        finally:
-            self._on_schedule = False
-
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
         trainer, replaced = self._trainer, Replacements()
@@ -127,16 +122,15 @@ class SaveSchedule:
             self.writing = False
             self.longest = max(self.longest, time.monotonic() - began)
 
-    # ---- for healers ----
-
     def write_checkpoint(self) -> None:
         """Writes a checkpoint of the trainer as it stands, as if its schedule had asked for one."""
-        self._as_scheduled(self._write_checkpoint)
-
-    def _write_checkpoint(self) -> None:
         trainer = self._trainer
-        trainer._save_checkpoint(trainer.model_wrapped, trial=None)
-        trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+        self._on_schedule, self._held_back = True, False
+        try:
+            trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+            trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+        finally:
+            self._on_schedule = False
 
     def disown_best(self) -> None:
         """Takes back that the state of this step is the best model, whatever its evaluation said."""

@@ -15,7 +15,6 @@ from ..config.healing_config import HealingConfig
 from ..failures.classify import classify_exception, describe_exception
 from ..failures.recipes import FailureType, Target, TrainingFault
 from ..hf.adapter import Instrument
-from ..hf.experiments import StepReplayer
 from ..hf.memory import free_memory, is_out_of_memory, release_frames, retry_after_freeing
 from ..hf.objective import StepSignals
 from ..hf.state import optimizer_in_training_mode, reload_checkpoint
@@ -23,6 +22,7 @@ from ..hf.step import Control, Recording, Window
 from ..journal.journal import Journal
 from ..ranks import votes
 from ..system.random_state import tolerance
+from .ring import StepReplayer
 from .shared_memory import SharedStates, StoredState
 from .snapshots import Snapshot
 from .trusted import TrustedStates

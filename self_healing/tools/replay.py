@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,10 +18,12 @@ from ..checkpoints.vetting import vet_weights
 from ..failures.recipes import TrainingFault
 from ..healers.dry_run import quiet_arguments
 from ..healers.numerics.diagnosis import find_poison_rows
+from ..healers.numerics.experiments import StepExperiments
 from ..hf.adapter import Instrument
+from ..hf.batches import select_rows
 from ..hf.engine import Origin
-from ..hf.experiments import StepExperiments, give_batches
 from ..hf.hooks import Hooks
+from ..hf.patching import give_batches
 from ..hf.step import Window
 from ..hf.trainer_state import preserved
 from ..journal.incident import Incident
@@ -29,6 +32,8 @@ from ..system.random_state import RandomState
 from ..trainer import SelfHealingTrainer
 from .replay_model import IN_PYTHON, ReplayError, WeightsChoice, build_model, build_trainer, put_weights
 
+
+logger = logging.getLogger(__name__)
 
 # Rows that are looked into one by one; a model that fails on all of them fails on each alike.
 _ROWS_LOOKED_INTO = 8
@@ -302,6 +307,33 @@ class _Stage(TrainerCallback, Hooks):
             window.skip(None)
 
 
+class _Origins(StepExperiments):
+    """Looks into the backward as well, and at single rows."""
+
+    def origin_in_row(self, index: int, row: int) -> Origin | None:
+        layout = self.layout(index)
+
+        def pick(batch: Any) -> Any:
+            return select_rows(batch, layout, layout.alone(row))
+
+        return self.window.until_it_fits(lambda: self.origin_in(index, pick))
+
+    def origin_in(self, index: int, pick: Callable[[Any], Any] = lambda batch: batch) -> Origin | None:
+        found = super().origin_in(index, pick)
+        if found is None or found.place != "gradient":
+            return found
+        try:
+            with self.window.engine.watching_gradients() as seen:
+                self.window.compute_micro_batch(index, pick, last=True, synchronise=False)
+        except TrainingFault as fault:
+            # Such hooks put views around what modules give, and code that writes over it in place does not allow them.
+            logger.info("The backward could not be looked into.", exc_info=fault.error)
+            return found
+        finally:
+            self.window.rewind()
+        return Origin("gradient", found.names, seen[0].details if seen else {})
+
+
 def _computed_by(trainer: Any) -> str:
     precision = str(trainer.accelerator.mixed_precision)
     mixed = f" with {precision}" if precision != "no" and trainer.accelerator.native_amp else ""
@@ -314,9 +346,9 @@ def _look_into(window: Window, report: ReplayReport, sources: Mapping[int, Seque
     # Prepared micro-batches are noted when a step is computed again.
     window.reexecute()
     with window.experiment():
-        experiments = StepExperiments(window)
+        experiments = _Origins(window)
         report.finite_in_full_precision = experiments.finite_in_full_precision()
-        report.origin = experiments.origin(backward=True)
+        report.origin = experiments.origin()
         layouts = [window.layout(index) for index in range(window.size)]
         if any(layout is None for layout in layouts):
             return

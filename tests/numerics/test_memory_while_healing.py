@@ -34,8 +34,7 @@ from self_healing.healers.numerics.judge import StepJudge
 from self_healing.healers.numerics.nonfinite import NonfiniteHealer
 from self_healing.hf import step as step_record
 from self_healing.hf import view
-from self_healing.hf.experiments import StepReplayer
-from self_healing.rollback.ring import SnapshotRing
+from self_healing.rollback.ring import SnapshotRing, StepReplayer
 
 
 ALWAYS = 10**6

@@ -13,13 +13,14 @@ import torch
 from ...failures.classify import describe_exception
 from ...failures.recipes import Cause, FailureType, TrainingFault
 from ...hf.adapter import Instrument
-from ...hf.experiments import StepExperiments, StepReplayer
 from ...hf.objective import StepSignals
 from ...hf.step import Window
 from ...ranks import votes
+from ...rollback.ring import StepReplayer
 from ...rollback.rollback import Rollback
 from ...run.incidents import Diagnosis
 from ...system import processes
+from .experiments import StepExperiments
 
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from statistics import mean
 
 from ...config.healing_config import HealingConfig
-from ...hf.experiments import StepReplayer
 from ...hf.step import Control, Window
+from ...rollback.ring import StepReplayer
 from ...rollback.rollback import Rollback
 from ...rollback.snapshots import Snapshot
 from ...run.run import REFUND_STEPS

@@ -10,7 +10,6 @@ from typing import Any
 from ...config.healing_config import HealingConfig
 from ...failures.recipes import FailureType, Symptom
 from ...hf.adapter import Instrument
-from ...hf.experiments import StepExperiments
 from ...hf.objective import StepSignals
 from ...hf.step import Window
 from ...journal.incident import Incident
@@ -24,6 +23,7 @@ from .clipping import StepClipping
 from .detectors.panel import DetectorPanel
 from .detectors.rules import MetricRule, MetricRules, rules_for
 from .detectors.spikes import NonFiniteDetector
+from .experiments import StepExperiments
 from .ladder import LadderRunner, StepLimits
 from .learning_rate import LearningRateControl, ScheduleWatch
 
