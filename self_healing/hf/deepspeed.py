@@ -165,7 +165,6 @@ class Zero:
 
     @property
     def measure(self) -> str:
-        """The method of the optimizer that measures the gradient of one group of parameters."""
         return "complete_grad_norm_calculation_for_cpu_offload" if self.offloads else "get_grad_norm_direct"
 
     def norm_of_group(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -180,10 +179,10 @@ class Zero:
 
     def gradients(self) -> list[torch.Tensor]:
         """This rank's partition of the gradients, once they have been reduced."""
-        if self.offloads and not self.optimizer.norm_for_param_grads:
-            # It stays there after the step, when it is nobody's any more.
-            return []
         if self.offloads:
+            if not self.optimizer.norm_for_param_grads:
+                # It stays there after the step, when it is nobody's any more.
+                return []
             if not self.shards_weights:
                 # Copies of the device that may still be under way.
                 self.optimizer._wait_for_offload_copies()
@@ -259,7 +258,6 @@ class Zero:
 
     @property
     def searches_scale(self) -> bool:
-        """Whether a loss scaler looks after overflowing gradients: one with a fixed scale does not."""
         return self.scales_loss and bool(self.optimizer.dynamic_loss_scale)
 
     @property
@@ -328,14 +326,10 @@ class Zero:
                 begin += length
 
     def _masters(self) -> list[torch.Tensor]:
-        zero = self.optimizer
-        masters: list[torch.Tensor] = (
-            zero.fp32_partitioned_groups_flat if self.shards_weights else zero.single_partition_of_fp32_groups
-        )
-        return masters
+        name = "fp32_partitioned_groups_flat" if self.shards_weights else "single_partition_of_fp32_groups"
+        return list(getattr(self.optimizer, name))
 
     def loss_scaler(self) -> dict[str, Any]:
-        """What it knows, to be read and written to; empty where the loss is not scaled."""
         return vars(self.optimizer.loss_scaler) if self.scales_loss else {}
 
     def is_own(self, name: str) -> bool:
@@ -355,10 +349,9 @@ class Zero:
         parts = [hashlib.sha256(repr(each).encode()).hexdigest()[:8] for each in made_of]
         stage = int(self.engine.zero_optimization_stage())
         kind = f"ZeRO-{stage} in {zero.dtype}{', offloaded' if self.offloads else ''}"
-        return Partitioning(kind, list(self._masters()), parts)
+        return Partitioning(kind, self._masters(), parts)
 
     def standing(self) -> dict[str, dict[str, Any]]:
-        """What a checkpoint of DeepSpeed holds beside tensors: counts of steps, and the scale of the loss."""
         counts = {name: getattr(self.engine, name) for name in _COUNTERS if hasattr(self.engine, name)}
         scaler = self.loss_scaler().items()
         return {"counts": counts, "scaler": {name: value for name, value in scaler if isinstance(value, (int, float))}}

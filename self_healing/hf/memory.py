@@ -19,20 +19,15 @@ from ..failures.classify import classify_exception
 from ..failures.recipes import FailureType, text_of
 
 
-# ---- device memory: reads and frees the memory of device and host ----
-
-
 def free_memory(device: torch.device) -> None:
-    """
-    Gives back what nothing refers to: Python's cycles, and then what the allocator of the device keeps for later.
-    """
+    """Gives back Python's cycles, and then what the allocator of the device keeps for later."""
     gc.collect()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
 
 
 def memory_figures(device: torch.device) -> dict[str, int]:
-    """Reads the memory in use, in bytes."""
+    """The memory in use, in bytes."""
     found = {"host_used": psutil.Process().memory_info().rss, "host_available": psutil.virtual_memory().available}
     if device.type == "cuda":
         statistics = torch.cuda.memory_stats(device)
@@ -50,8 +45,8 @@ def memory_figures(device: torch.device) -> dict[str, int]:
 
 def memory_taken(device: torch.device) -> tuple[float, float, float]:
     """
-    Reads bytes that tensors take on a device, the most they have taken, and resident memory of this process; NaN where
-    it cannot be told. Takes some tens of microseconds, and waits for no device.
+    Bytes that tensors take on a device, the most they have taken, and resident memory of this process; NaN where it
+    cannot be told. Waits for no device.
     """
     module = None if device.type == "cpu" else torch.get_device_module(device)
     taken, peak = (getattr(module, name, None) for name in ("memory_allocated", "max_memory_allocated"))
@@ -63,11 +58,8 @@ def memory_taken(device: torch.device) -> tuple[float, float, float]:
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Reads how many bytes a CUDA device has; `None` of any other."""
+    """Bytes of a CUDA device; `None` of any other."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-
-
-# ---- out of memory: an out-of-memory error as it is caught, without the frames that hold the memory ----
 
 
 _T = TypeVar("_T")
@@ -115,7 +107,6 @@ def caught(error: Exception, device: torch.device, place: Place | None = None) -
 
 
 def _place_of(error: BaseException) -> Place:
-    """Tells the part of a training step: generation by a model or by vLLM, the backward, or else the forward."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if any(_ENGINE.match(frame.f_globals.get("__name__", "")) for frame in frames):
         return "vLLM"
@@ -135,10 +126,7 @@ def _generates(frame: FrameType) -> bool:
 
 
 def release_frames(error: BaseException | None) -> None:
-    """
-    Clears the frames of an exception and of those it came from, which keep what failed alive as long as the exception
-    is: a handler that collects log records keeps it.
-    """
+    """Clears the frames of an exception and of those it came from: a handler that collects log records keeps them."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -164,11 +152,7 @@ def retry_after_freeing(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out."""
     return classify_exception(error) is FailureType.OUT_OF_MEMORY
-
-
-# ---- batch size ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,55 +166,6 @@ class BatchPlan:
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)
-
-
-class CannotReduce(Exception):
-    """Raised where a smaller batch would change what is trained; the message says why."""
-
-
-def smaller_batch(trainer: Any, objective: str, refused: str = "") -> BatchPlan:
-    """Finds the next smaller size, by the smallest factor that divides it."""
-    args = trainer.args
-    rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    factor = next((factor for factor in range(2, rows + 1) if rows % factor == 0), None)
-    if factor is None:
-        raise CannotReduce(f"per_device_train_batch_size is {rows} already")
-    plan = BatchPlan(rows // factor, accumulation * factor, rows, accumulation)
-    kinds = getattr(trainer, "loss_types", None) or []
-    if objective == "kto":
-        raise CannotReduce("KTO subtracts a statistic of the micro-batch")
-    if objective == "dpo" and any(str(kind).startswith("aot") for kind in kinds):
-        raise CannotReduce("the loss sorts the micro-batch")
-    coupled = "batch normalisation" in refused or "depend on each other" in refused
-    if why := (refused if coupled else "") or _why_not(trainer, plan):
-        raise CannotReduce(why)
-    return plan
-
-
-def _why_not(trainer: Any, plan: BatchPlan) -> str:
-    args = trainer.args
-    if hasattr(args, "num_generations"):
-        return "generations are made for batches of the size there is"
-    if args.n_gpu > 1:
-        return "several devices share the batch of this process"
-    if args.train_sampling_strategy == "group_by_length":
-        return "rows are grouped by length within batches, and would come in another order"
-    loader = trainer.callback_handler.train_dataloader
-    try:
-        before = len(loader)
-        total = len(trainer.train_dataset)
-    except TypeError:
-        return "the data are a stream: a resume could not tell where it stood"
-    if getattr(getattr(loader, "batch_sampler", None), "batch_size", plan.rows_before) != plan.rows_before:
-        return "the batches do not come in the size of per_device_train_batch_size"
-    rounded = math.floor if args.dataloader_drop_last else math.ceil
-    share = total / (trainer.accelerator.num_processes or 1)
-    if before != rounded(share / plan.rows_before):
-        return "it is not known how the data become batches"
-    after = rounded(share / plan.rows)
-    if math.ceil(before / plan.accumulation_before) != math.ceil(after / plan.accumulation):
-        return "an epoch would have another number of optimizer steps"
-    return ""
 
 
 def change_batch(trainer: Any, plan: BatchPlan) -> None:

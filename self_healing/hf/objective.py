@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 
-# ---- objectives ----
-
-
 @dataclass(frozen=True, slots=True)
 class Objective:
     """The arithmetic of one trainer family."""
@@ -52,9 +49,6 @@ BY_CLASS_NAME = {
 # The Trainer's own loss is most often a cross-entropy, but need not be: exactly 0 may be right for it.
 GENERIC = Objective("generic", detectors=_OFFLINE | {"above_chance", "never_learned"})
 UNKNOWN = Objective("unknown", detectors=ANY_POSITIVE_LOSS)
-
-
-# ---- objective: the objective of a trainer, and whether its loss is the user's ----
 
 
 # TRL 1.16, GRPOTrainer._compute_loss: the loss types that divide by `num_items_in_batch` of the generation batch.
@@ -100,9 +94,6 @@ def has_own_loss(trainer: Any) -> bool:
         if owner is not None and owner.__module__.partition(".")[0] not in ("transformers", "trl"):
             return True
     return False
-
-
-# ---- signals: loss, gradient norm and duration of one optimizer step, as plain floats ----
 
 
 @dataclass(frozen=True, slots=True)

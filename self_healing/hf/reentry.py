@@ -66,8 +66,6 @@ class Reentry:
         self._schedule_before: Any = None
         self.has_fetched = False
 
-    # ---- what the Trainer is doing ----
-
     def epoch_begins(self) -> None:
         """Called in `on_epoch_begin`: the random state of an epoch that is entered again has to be there by now."""
         rng, self._rng_of_left_epoch = self._rng_of_left_epoch, None
@@ -104,7 +102,6 @@ class Reentry:
             self._after_fetch_rng = self._ledger.random_state()
 
     def epoch_ends(self) -> None:
-        """Called in `on_epoch_end`."""
         self._epoch_ended = True
         if self._epoch_end_done:
             # A run that was left at its very end: what follows from the epoch's end is done already.
@@ -168,7 +165,6 @@ class Reentry:
 
     @property
     def interrupted(self) -> Window | None:
-        """The step that `train()` was left in; `None` if its first forward had not begun."""
         window = self._window
         return window if window is not None and window.started else None
 
@@ -177,8 +173,6 @@ class Reentry:
         """Whether a step was finished, or may have been begun to be applied, since `train()` was entered."""
         finished = int(self._trainer.state.global_step) > self._entry_step
         return finished or self.phase in (Phase.STEPPING, Phase.STEPPED)
-
-    # ---- leaving ----
 
     def rewind_to_last_step(self) -> ResumePoint | None:
         """Brings the trainer to the end of its last finished step, after an exception left `train()`."""
@@ -261,8 +255,6 @@ class Reentry:
         self._window = self.finished = self._undo_events = None
         discard_gradients(trainer.model)
         free_memory(trainer.accelerator.device)
-
-    # ---- entering again ----
 
     def continue_from(self, point: ResumePoint, started_at: float) -> None:
         """Goes on with the counters of the interrupted call, and does again what was pending of its last step."""
@@ -370,7 +362,6 @@ class EarlyStop:
         args.load_best_model_at_end, args.save_total_limit = False, None
 
     def detach(self) -> None:
-        """Gives the training arguments back as they were."""
         if self._theirs is not None:
             args = self._trainer.args
             args.load_best_model_at_end, args.save_total_limit = self._theirs

@@ -48,7 +48,6 @@ class Replicas:
 
     @property
     def possible(self) -> bool:
-        """Whether anything is kept by several processes: with DDP and HSDP, not with FSDP alone or DeepSpeed."""
         return next(self._kept(), None) is not None
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -56,7 +55,6 @@ class Replicas:
         return {name: local(parameter) for name, parameter, _ in self._kept()}
 
     def leave_out(self, names: Iterable[str]) -> None:
-        """Compares some tensors no more."""
         self._left_out.update(names)
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, Group]]:

@@ -26,9 +26,6 @@ from .patching import Replacements
 logger = logging.getLogger(__name__)
 
 
-# ---- services: finds the services that training calls, and has calls that fail made again ----
-
-
 # Of a vLLM client: what can be asked twice. Weights are sent by collectives, which one side cannot begin again.
 _VLLM_REQUESTS = (
     "generate",
@@ -53,7 +50,6 @@ class ServiceGuard:
         self._rewards: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
 
     def attach(self) -> None:
-        """Wraps the services, once the instrument is attached."""
         trainer, instrument = self._instrument.trainer, self._instrument
         rewards = getattr(trainer, "reward_funcs", None)
         if isinstance(rewards, list):
@@ -228,9 +224,6 @@ def _name(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-# ---- reporting: keeps what trackers and the Hub raise away from training ----
-
-
 class ReportingGuard:
     """Keeps what trackers and the Hub raise away from training, for as long as it is attached."""
 
@@ -242,7 +235,6 @@ class ReportingGuard:
         self._reported: set[Future[Any]] = set()
 
     def attach(self) -> None:
-        """Wraps trackers and uploads, before `train()` or in `on_train_begin`."""
         trainer = self._trainer
         for callback in trainer.callback_handler.callbacks:
             if is_tracker(callback):
@@ -253,7 +245,6 @@ class ReportingGuard:
             self._replaced.wrap(trainer, "_finish_current_push", self._push)
 
     def detach(self) -> None:
-        """Gives the trainer and its callbacks back as they were."""
         self._replaced.give_back()
         self._report_pushes()
 
@@ -284,7 +275,6 @@ class ReportingGuard:
 
 
 def is_tracker(callback: Any) -> bool:
-    """Whether a callback is one of `report_to`."""
     return isinstance(callback, tuple(INTEGRATION_TO_CALLBACK.values()))
 
 

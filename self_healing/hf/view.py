@@ -50,8 +50,6 @@ class TrainerView:
         gathers = engine is not None and bool(engine.zero_optimization_partition_weights())
         self.sharded: bool = kind == DistributedType.FSDP or is_sharded(trainer.model) or gathers
 
-    # ---- where the run is ----
-
     @property
     def step(self) -> int:
         """Optimizer steps finished."""
@@ -72,8 +70,6 @@ class TrainerView:
         """In `on_train_end`: whether the weights are those of the best checkpoint, and not of the last step."""
         trainer = self._trainer
         return bool(trainer.args.load_best_model_at_end) and trainer.state.best_model_checkpoint is not None
-
-    # ---- its learning rate and optimizer ----
 
     @property
     def can_hand_over(self) -> bool:
@@ -118,8 +114,6 @@ class TrainerView:
         engine = engine_of(self._trainer)
         limit = self._trainer.args.max_grad_norm if engine is None else engine.gradient_clipping()
         return float(limit or 0.0)
-
-    # ---- its models and their tensors ----
 
     def models(self) -> list[torch.nn.Module]:
         """Finds the models the trainer calls: what it trains, its reference, teachers and reward models."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import (
     JOB,
     Starter,
@@ -23,14 +22,12 @@ from conftest import (
     job_result,
     journal,
     losses,
-    rloo_trainer,
     sft_trainer,
     weights,
 )
 from transformers import TrainerCallback
 
 from self_healing import FAILURE_RECIPES, FailureType, HealingConfig, HealingReport, SelfHealingTrainer
-from self_healing.hf.trainer_state import load_generated
 from self_healing.run.record import _CALLS, RECORD_FILE, RunRecord
 
 
@@ -91,18 +88,6 @@ def test_a_process_killed_in_mid_step_is_started_again_by_torchrun_and_ends_bitw
     assert incident["outcome"] == "resolved"
 
 
-@pytest.mark.parametrize("fault", ["segfault", pytest.param("sigkill", marks=pytest.mark.slow)])
-def test_a_crash_in_native_code_is_like_a_kill(
-    tmp_path: Path, plain: dict[str, Any], fault: str, until_it_ends: Callable[..., list[int]]
-) -> None:
-    job = tmp_path / "job"
-    codes = until_it_ends(job, 3, fault=fault, step=6)
-    assert codes == [-11 if fault == "segfault" else -9, 0]
-    assert job_result(job)["weights"] == plain["weights"]
-    assert "Attempt 2 of run" in job_log(job)
-    assert "checkpoint-4 (step 4); the one before ended at step 6" in job_log(job)
-
-
 def test_a_kill_while_a_checkpoint_is_written_costs_that_checkpoint(
     tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
 ) -> None:
@@ -110,28 +95,17 @@ def test_a_kill_while_a_checkpoint_is_written_costs_that_checkpoint(
     assert until_it_ends(job, 3, fault="sigkill_while_saving", step=8) == [-9, 0]
     assert job_result(job)["weights"] == plain["weights"]
     assert [event["path"] for event in journal(job, "checkpoint_chosen")] == [str(job / "checkpoint-4")]
+    assert "Attempt 2 of run" in job_log(job)
+    assert "checkpoint-4 (step 4); the one before ended at step 8" in job_log(job)
 
 
-@pytest.mark.parametrize("damage", ["truncate", pytest.param("nan", marks=pytest.mark.slow)])
 def test_a_damaged_newest_checkpoint_is_passed_over(
-    tmp_path: Path, plain: dict[str, Any], damage: str, until_it_ends: Callable[..., list[int]]
-) -> None:
-    job = tmp_path / "job"
-    assert until_it_ends(job, 3, fault="sigkill", step=10, spoil=damage) == [-9, 0]
-    assert [event["path"] for event in journal(job, "checkpoint_passed_over")][:1] == [str(job / "checkpoint-8")]
-    assert job_result(job)["weights"] == plain["weights"]
-
-
-def test_where_the_only_checkpoint_is_damaged_the_run_begins_anew_and_is_the_same_run(
     tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
 ) -> None:
     job = tmp_path / "job"
-    assert until_it_ends(job, 3, fault="sigkill", step=6, spoil="truncate") == [-9, 0]
+    assert until_it_ends(job, 3, fault="sigkill", step=10, spoil="truncate") == [-9, 0]
+    assert [event["path"] for event in journal(job, "checkpoint_passed_over")][:1] == [str(job / "checkpoint-8")]
     assert job_result(job)["weights"] == plain["weights"]
-    (incident,) = job_result(job)["incidents"]
-    assert (incident["failure"], incident["steps_lost"]) == ("process_died", 0)
-    assert incident["steps_repeated"] == 6
-    assert len({event["run"] for event in journal(job)}) == 1
 
 
 @pytest.mark.heals("killed", "wrapper")
@@ -139,17 +113,6 @@ def test_a_kill_before_the_first_checkpoint_begins_anew(
     tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
 ) -> None:
     job = tmp_path / "job"
-    assert until_it_ends(job, 3, fault="sigkill", step=2) == [-9, 0]
-    assert job_result(job)["weights"] == plain["weights"]
-
-
-@pytest.mark.slow
-def test_a_restart_never_takes_up_the_checkpoints_of_another_run(
-    tmp_path: Path, plain: dict[str, Any], start: Callable[..., int], until_it_ends: Callable[..., list[int]]
-) -> None:
-    job = tmp_path / "job"
-    assert start(job, arguments={"learning_rate": 1e-2}) == 0
-    # Killed before it had a checkpoint of its own; those that lie there are of the run before.
     assert until_it_ends(job, 3, fault="sigkill", step=2) == [-9, 0]
     assert job_result(job)["weights"] == plain["weights"]
 
@@ -225,13 +188,6 @@ def test_a_broken_device_is_written_down_by_the_callback_alone(tmp_path: Path, s
     assert (postmortem["failure"], postmortem["step"]) == ("device", 6)
 
 
-@pytest.mark.slow
-def test_a_broken_device_surfaces_where_nobody_starts_the_job_again(tmp_path: Path, start: Callable[..., int]) -> None:
-    job = tmp_path / "job"
-    assert start(job, launcher="none", fault="device", step=6) == 1
-    assert "illegal memory access" in job_log(job)
-
-
 def test_a_crash_loop_ends_within_the_budget_with_one_postmortem(
     tmp_path: Path, until_it_ends: Callable[..., list[int]]
 ) -> None:
@@ -255,26 +211,6 @@ def test_a_crash_loop_ends_within_the_budget_with_one_postmortem(
 
 
 @pytest.mark.slow
-def test_a_bug_that_strikes_after_every_restart_ends_within_the_budget(
-    tmp_path: Path, until_it_ends: Callable[..., list[int]]
-) -> None:
-    job = tmp_path / "job"
-    options = {"fault": "bug", "step": 6, "times": 100, "config": {"max_recovery_attempts": 2}}
-    codes = until_it_ends(job, 6, **options)
-    assert codes == [1] * 6
-    (postmortem,) = postmortems(job)
-    assert "ValueError: a bug of the user's" in postmortem["verdict"]
-    assert job_log(job).count("Training is not started again") == 2
-    first, second = refusals(job)
-    assert "it had ended for good at step 6 (the job was started 3 times from step 6" in second
-    assert second.count("the job was started") == first.count("the job was started") == 1
-    *earlier, last = HealingReport.from_run_dir(job).incidents
-    assert {incident["outcome"] for incident in earlier} == {"unresolved"}
-    assert (last["actions"][-1], last["outcome"]) == ("stop", "fatal")
-    assert len(journal(job, "run_started")) == 4
-
-
-@pytest.mark.slow
 def test_a_job_that_gave_up_gets_new_attempts_when_somebody_starts_it(
     tmp_path: Path, plain: dict[str, Any], start: Callable[..., int], until_it_ends: Callable[..., list[int]]
 ) -> None:
@@ -293,15 +229,6 @@ def test_a_reduced_learning_rate_is_still_reduced_after_a_restart(
     started = journal(job, "run_started")
     assert "learning_rate_scale" not in started[0]
     assert json.loads((job / RECORD_FILE).read_text())["memory"]["learning_rate"]["reductions"] == 1
-
-
-@pytest.mark.slow
-def test_slurm_that_requeues_is_a_launcher_as_well(
-    tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
-) -> None:
-    job = tmp_path / "job"
-    assert until_it_ends(job, 3, launcher="slurm", fault="sigkill", step=6) == [-9, 0]
-    assert job_result(job)["weights"] == plain["weights"]
 
 
 @pytest.mark.slow
@@ -336,27 +263,14 @@ def test_a_start_after_a_kill_says_what_was_left_and_what_to_write_and_starts_as
     assert "checkpoint-12" in {each.name for each in job.iterdir()}
     if not callback_alone:
         assert job_result(job)["weights"] == plain["weights"]
-    # That one has finished.
-    assert start(job, **options) == 0
-    assert len(left_behind(job_log(job))) == 1
 
 
-@pytest.mark.parametrize("resume", ["auto", True, False])
+@pytest.mark.parametrize("resume", [True, False])
 def test_whoever_says_where_to_begin_is_told_nothing(tmp_path: Path, start: Callable[..., int], resume: Any) -> None:
     job = tmp_path / "job"
     options = {"fault": "sigkill", "step": 6, "launcher": "none"}
     assert [start(job, **options, resume="auto"), start(job, **options, resume=resume)] == [-9, 0]
     assert left_behind(job_log(job)) == []
-
-
-def test_after_a_kill_before_the_first_checkpoint_it_is_said_that_there_is_none(
-    tmp_path: Path, start: Callable[..., int]
-) -> None:
-    job = tmp_path / "job"
-    assert [start(job, fault="sigkill", step=2, launcher="none") for _ in range(2)] == [-9, 0]
-    (line,) = left_behind(job_log(job))
-    assert "The run died at step 2 of 12" in line
-    assert line.endswith("It has left no checkpoint that can be resumed from.")
 
 
 class Noting(TrainerCallback):
@@ -375,13 +289,8 @@ class Bug(TrainerCallback):
             raise ValueError("a bug of the user's")
 
 
-@pytest.mark.parametrize("before", ["finished", "failed"])
 def test_what_an_earlier_job_left_is_not_taken_up_when_this_one_died_before_it_trained(
-    tmp_path: Path,
-    tokenizer: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    before: str,
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def build(seed: int) -> Any:
         arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "seed": seed}
@@ -390,8 +299,7 @@ def test_what_an_earlier_job_left_is_not_taken_up_when_this_one_died_before_it_t
     plain = sft_trainer(tmp_path / "plain", tokenizer, max_steps=4, save_strategy="steps", save_steps=2, seed=7)
     plain.train()
     yesterday = build(1)
-    if before == "failed":
-        yesterday.add_callback(Bug())
+    yesterday.add_callback(Bug())
     with contextlib.suppress(ValueError):
         SelfHealingTrainer(yesterday).train()
     # A day passes; the launcher starts a job that dies at once, and starts it again in another process.
@@ -432,9 +340,8 @@ def test_a_requeued_job_takes_up_its_own_run_only(
     assert trained == steps
 
 
-@pytest.mark.parametrize("trainer", ["grpo", "rloo"])
-def test_a_generation_cycle_is_taken_up_in_its_middle(tmp_path: Path, tokenizer: Any, trainer: str) -> None:
-    make = {"grpo": grpo_trainer, "rloo": rloo_trainer}[trainer]
+def test_a_generation_cycle_is_taken_up_in_its_middle(tmp_path: Path, tokenizer: Any) -> None:
+    make = grpo_trainer
     # Rows for two optimizer steps at a time; the checkpoint falls between them.
     arguments = {"max_steps": 6, "steps_per_generation": 4, "save_strategy": "steps", "save_steps": 3}
     plain = make(tmp_path / "plain", tokenizer, **arguments)
@@ -445,30 +352,6 @@ def test_a_generation_cycle_is_taken_up_in_its_middle(tmp_path: Path, tokenizer:
     SelfHealingTrainer(resumed).train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-3"))
     assert_same_weights(weights(resumed), weights(plain))
     assert losses(resumed) == losses(plain)
-
-
-def test_generated_rows_are_read_on_the_device_of_a_process_group(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = {"max_steps": 3, "steps_per_generation": 4, "save_strategy": "steps", "save_steps": 3}
-    trainer = grpo_trainer(tmp_path / "run", tokenizer, **arguments)
-    SelfHealingTrainer(trainer).train()
-    rows = trainer._buffered_inputs
-    # What accelerate calls the CPU under torchrun.
-    monkeypatch.setattr(trainer.accelerator.state, "device", torch.device("cpu", 0))
-    trainer._buffered_inputs = None
-    load_generated(trainer, tmp_path / "run" / "checkpoint-3")
-    assert [set(batch) for batch in trainer._buffered_inputs] == [set(batch) for batch in rows]
-
-
-@pytest.mark.slow
-def test_a_pod_that_fails_again_and_again_ends_within_the_budget(tmp_path: Path, start: Callable[..., int]) -> None:
-    job = tmp_path / "job"
-    options = {"fault": "bug", "step": 6, "times": 100, "resume": "auto", "config": {"max_recovery_attempts": 2}}
-    codes = [start(job, launcher="pod", **options) for _ in range(6)]
-    assert codes == [1] * 6
-    assert len(journal(job, "run_started")) == 4
-    assert len(postmortems(job)) == 1
 
 
 @pytest.mark.slow
@@ -482,9 +365,8 @@ def test_two_runs_may_share_a_healing_dir(tmp_path: Path, plain: dict[str, Any],
     assert chosen == [str(tmp_path / "one" / "checkpoint-6")]
 
 
-@pytest.mark.parametrize("fails", [False, True])
 def test_a_second_run_of_one_process_is_never_taken_for_the_first(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, fails: bool
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -492,7 +374,7 @@ def test_a_second_run_of_one_process_is_never_taken_for_the_first(
     steps = []
     for number in range(2):
         trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=3, save_strategy="steps", save_steps=2)
-        if fails and number == 0:
+        if number == 0:
             trainer.add_callback(Bug())
         with contextlib.suppress(ValueError):
             SelfHealingTrainer(trainer).train()
@@ -544,7 +426,7 @@ def test_a_new_run_in_the_same_directory_is_a_new_one(tmp_path: Path, tokenizer:
     assert runs[1][1] == 1
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"run": 1}', '{"run": "x", "attempts": [{"ending": "?"}]}'])
+@pytest.mark.parametrize("content", ["{", '{"run": "x", "attempts": [{"ending": "?"}]}'])
 def test_a_record_that_cannot_be_read_is_passed_over(tmp_path: Path, tokenizer: Any, content: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / RECORD_FILE).write_text(content)
@@ -583,11 +465,8 @@ def test_exit_codes_are_for_launchers_that_start_again(monkeypatch: pytest.Monke
     assert not restarts_on_exit(HealingConfig(launcher_restarts="no"))
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["callback", "wrapper"])
-def test_the_report_of_a_run_that_was_killed_says_that_it_died(
-    tmp_path: Path, start: Callable[..., int], alone: bool
-) -> None:
-    assert start(tmp_path / "job", launcher="none", fault="sigkill", step=5, callback_alone=alone) == -9
+def test_the_report_of_a_run_that_was_killed_says_that_it_died(tmp_path: Path, start: Callable[..., int]) -> None:
+    assert start(tmp_path / "job", launcher="none", fault="sigkill", step=5, callback_alone=True) == -9
     status = HealingReport.from_run_dir(tmp_path / "job").status
     assert status is not None
     assert (status.state, status.max_steps) == ("died", 12)

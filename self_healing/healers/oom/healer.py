@@ -12,14 +12,7 @@ from ...failures.classify import classify_exception
 from ...failures.recipes import FAILURE_RECIPES, Action, FailureType, text_of
 from ...hf.adapter import Instrument
 from ...hf.batches import CallShape
-from ...hf.memory import (
-    CannotReduce,
-    OutOfMemory,
-    free_memory,
-    is_out_of_memory,
-    retry_after_freeing,
-    smaller_batch,
-)
+from ...hf.memory import OutOfMemory, free_memory, is_out_of_memory, retry_after_freeing
 from ...hf.patching import Interception
 from ...hf.step import Window
 from ...journal.incident import Incident
@@ -31,7 +24,7 @@ from ...run.run import Run
 from ...system import processes
 from .calls import ModelCalls
 from .microbatches import Microbatches, may_compute_in_passes
-from .sizes import MemoryState, checkpoint_activations, update_one_by_one
+from .sizes import CannotReduce, MemoryState, checkpoint_activations, smaller_batch, update_one_by_one
 
 
 logger = logging.getLogger("self_healing")

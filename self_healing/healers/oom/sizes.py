@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import TrainingArguments
 from ...failures.recipes import Action
 from ...hf.adapter import Instrument
 from ...hf.batches import CallShape, Kind
-from ...hf.memory import change_batch, free_memory, memory_of
+from ...hf.memory import BatchPlan, change_batch, free_memory, memory_of
 from ...hf.state import unwrap_optimizer
 from ...run.healer import CarryOut, HealingContext
 from ...run.run import Run
@@ -395,3 +396,55 @@ def update_one_by_one(instrument: Instrument) -> bool:
         instrument.on_detach.append(functools.partial(group.__setitem__, "foreach", group["foreach"]))
         group["foreach"] = False
     return bool(at_once)
+
+
+# ---- a smaller batch ----
+
+
+class CannotReduce(Exception):
+    """Raised where a smaller batch would change what is trained; the message says why."""
+
+
+def smaller_batch(trainer: Any, objective: str, refused: str = "") -> BatchPlan:
+    """Finds the next smaller size, by the smallest factor that divides it."""
+    args = trainer.args
+    rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    factor = next((factor for factor in range(2, rows + 1) if rows % factor == 0), None)
+    if factor is None:
+        raise CannotReduce(f"per_device_train_batch_size is {rows} already")
+    plan = BatchPlan(rows // factor, accumulation * factor, rows, accumulation)
+    kinds = getattr(trainer, "loss_types", None) or []
+    if objective == "kto":
+        raise CannotReduce("KTO subtracts a statistic of the micro-batch")
+    if objective == "dpo" and any(str(kind).startswith("aot") for kind in kinds):
+        raise CannotReduce("the loss sorts the micro-batch")
+    coupled = "batch normalisation" in refused or "depend on each other" in refused
+    if why := (refused if coupled else "") or _why_not(trainer, plan):
+        raise CannotReduce(why)
+    return plan
+
+
+def _why_not(trainer: Any, plan: BatchPlan) -> str:
+    args = trainer.args
+    if hasattr(args, "num_generations"):
+        return "generations are made for batches of the size there is"
+    if args.n_gpu > 1:
+        return "several devices share the batch of this process"
+    if args.train_sampling_strategy == "group_by_length":
+        return "rows are grouped by length within batches, and would come in another order"
+    loader = trainer.callback_handler.train_dataloader
+    try:
+        before = len(loader)
+        total = len(trainer.train_dataset)
+    except TypeError:
+        return "the data are a stream: a resume could not tell where it stood"
+    if getattr(getattr(loader, "batch_sampler", None), "batch_size", plan.rows_before) != plan.rows_before:
+        return "the batches do not come in the size of per_device_train_batch_size"
+    rounded = math.floor if args.dataloader_drop_last else math.ceil
+    share = total / (trainer.accelerator.num_processes or 1)
+    if before != rounded(share / plan.rows_before):
+        return "it is not known how the data become batches"
+    after = rounded(share / plan.rows)
+    if math.ceil(before / plan.accumulation_before) != math.ceil(after / plan.accumulation):
+        return "an epoch would have another number of optimizer steps"
+    return ""
