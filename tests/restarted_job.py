@@ -85,8 +85,6 @@ class Strike(TrainerCallback):
             return
         if self.fault == "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif self.fault == "segfault":
-            os.kill(os.getpid(), signal.SIGSEGV)
         elif self.fault in ("sigterm", "sigusr1"):
             os.kill(os.getpid(), getattr(signal, self.fault.upper()))
         elif self.fault == "slow_sigterm":
@@ -103,8 +101,6 @@ class Strike(TrainerCallback):
             minutes_in_native_code()
         elif self.fault == "device":
             LostDevice().lose()
-        elif self.fault == "bug":
-            raise ValueError("a bug of the user's")
         elif self.fault == "reduce":
             run = next(each.run for each in self.trainer.callback_handler.callbacks if hasattr(each, "healing_state"))
             run.part(NumericsState).learning_rate.reduce(state.global_step)
@@ -226,16 +222,11 @@ class BadSample(torch.utils.data.Dataset):
         return self.dataset[index]
 
 
-def spoil_newest(output_dir: Path, how: str) -> None:
+def spoil_newest(output_dir: Path) -> None:
     """Before the job is started again: its newest checkpoint is damaged."""
     newest = max(output_dir.glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
     weights = newest / "model.safetensors"
-    if how == "truncate":
-        weights.write_bytes(weights.read_bytes()[:-2000])
-    else:
-        content = bytearray(weights.read_bytes())
-        content[-400:] = b"\xff" * 400
-        weights.write_bytes(bytes(content))
+    weights.write_bytes(weights.read_bytes()[:-2000])
 
 
 def strike_a_remedy(trainer: Any, output_dir: Path, options: dict[str, Any], poison: Any) -> KillAfter | None:
@@ -282,9 +273,8 @@ def main(output_dir: Path, options: dict[str, Any]) -> None:
     if "bad_sample" in options:
         note = output_dir.parent / f"{output_dir.name}.loaded"
         trainer.train_dataset = BadSample(trainer.train_dataset, options["bad_sample"], note)
-    spoil = options.get("spoil")
-    if spoil and once.file.exists() and Once(Path(f"{once.file}.spoiled"))():
-        spoil_newest(output_dir, spoil)
+    if options.get("spoil") and once.file.exists() and Once(Path(f"{once.file}.spoiled"))():
+        spoil_newest(output_dir)
     if options.get("callback_alone"):
         trainer.add_callback(SelfHealingCallback(HealingConfig(**settings_among(options.get("config", {})))))
         trainer.train()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from conftest import (
     weights,
 )
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import TrainerCallback
 
 from self_healing import DryRunReport, SelfHealingTrainer
@@ -60,28 +57,6 @@ def test_it_writes_no_file_and_tells_no_callback(tmp_path: Path, tokenizer: Any)
     SelfHealingTrainer(trainer).dry_run()
     assert not told
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
-
-
-def test_an_optimizer_of_the_users_keeps_its_state(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer)
-    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    for parameter in trainer.model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    scheduler.step()
-    trainer.model.zero_grad()
-    trainer.optimizer, trainer.lr_scheduler = optimizer, scheduler
-    before = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict(), weights(trainer)))
-    SelfHealingTrainer(trainer).dry_run(3)
-    assert trainer.optimizer is optimizer
-    state = optimizer.state_dict()
-    for index, moments in before[0]["state"].items():
-        for key, value in moments.items():
-            assert torch.equal(state["state"][index][key], value)
-    assert state["param_groups"] == before[0]["param_groups"]
-    assert scheduler.state_dict() == before[1]
-    assert_same_weights(weights(trainer), before[2])
 
 
 def test_an_exception_in_it_leaves_no_trace_either(tmp_path: Path, tokenizer: Any) -> None:
@@ -159,21 +134,6 @@ def test_it_says_what_is_wrong_with_the_weights(tmp_path: Path, tokenizer: Any) 
     assert report.model is not None
     assert [finding.kind for finding in report.model.findings] == ["all_zero_tensors"]
     assert report.finite
-
-
-def test_ids_the_model_does_not_have_are_logged_before_the_step_that_they_break(
-    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = sft_trainer(
-        tmp_path,
-        tokenizer,
-        dataset=prepared([5, 6, 7], [5, 99_999, 7], [8, 9, 10]),
-        trainer_kwargs={"peft_config": LoraConfig(target_modules=["q_proj"], r=2)},
-    )
-    with caplog.at_level(logging.WARNING, "self_healing"), pytest.raises(IndexError):
-        SelfHealingTrainer(trainer).dry_run(4)
-    assert "99999" in caplog.text
-    assert "row 1." in caplog.text
 
 
 def test_a_stream_is_looked_at_and_then_trained_on_from_its_beginning(tmp_path: Path, tokenizer: Any) -> None:

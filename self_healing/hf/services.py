@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -99,7 +99,7 @@ class ServiceGuard:
     def _function(self, reward: Callable[..., Any], service: str) -> Callable[..., Any]:
         @functools.wraps(reward)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            return self._healer.call(service, self._mark(args, kwargs), answered, *args, **kwargs)
+            return self._healer.call(service, self._mark(), answered, *args, **kwargs)
 
         def answered(*args: Any, **kwargs: Any) -> Any:
             return _checked(reward(*args, **kwargs))
@@ -112,7 +112,7 @@ class ServiceGuard:
         @functools.wraps(reward)
         async def guarded(*args: Any, **kwargs: Any) -> Any:
             # Of several that run at the same time, none can take back what the others have drawn or logged.
-            rewind = self._mark(args, kwargs) if alone else _remember(args, kwargs)
+            rewind = self._mark() if alone else _nothing
             return await self._healer.call_async(service, rewind, answered, *args, **kwargs)
 
         async def answered(*args: Any, **kwargs: Any) -> Any:
@@ -149,15 +149,13 @@ class ServiceGuard:
 
         self._instrument.replace(holder, name, guarded)
 
-    def _mark(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Callable[[], None]:
-        """Notes arguments, random states and the metrics a reward may log; the function it returns puts them back."""
-        put_back = _remember(args, kwargs or {})
+    def _mark(self) -> Callable[[], None]:
+        """Notes random states and the metrics a reward may log; the function it returns puts them back."""
         rng = self._instrument.ledger.random_state()
         stores = self._instrument.ledger.mark_stores()
 
         def rewind() -> None:
             with self._instrument.failsafe.contained():
-                put_back()
                 rng.restore()
                 self._instrument.ledger.rewind_stores(stores)
 
@@ -172,16 +170,7 @@ class _MetOthers(Exception):
         self.error = error
 
 
-def _remember(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], None]:
-    """Notes what lists among the arguments hold; the function it returns puts that back after an attempt."""
-    # Not handed over as copies: what a reward leaves in a list that it is given is seen by the next one.
-    kept = [(given, list(given)) for given in (*args, *kwargs.values()) if type(given) is list]
-
-    def put_back() -> None:
-        for given, content in kept:
-            given[:] = content
-
-    return put_back
+def _nothing() -> None: ...
 
 
 def _checked(answer: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import traceback
 from collections.abc import Callable
@@ -33,7 +32,6 @@ from self_healing import (
     HealingConfig,
     SelfHealingCallback,
     SelfHealingTrainer,
-    UnrecoverableTrainingError,
 )
 
 
@@ -173,7 +171,7 @@ def test_a_callback_that_raises_anywhere_costs_no_step(
     assert_same_run(trainer, output, clean, expected)
 
 
-@pytest.mark.parametrize("event", ["on_save", "on_train_end"])
+@pytest.mark.parametrize("event", ["on_save"])
 def test_after_the_last_step_in_mid_epoch_no_step_more_is_trained(tmp_path: Path, tokenizer: Any, event: str) -> None:
     arguments = {"max_steps": 5, "save_strategy": "steps", "save_steps": 5}
     clean = sft_trainer(tmp_path / "clean", tokenizer, **arguments)
@@ -227,7 +225,7 @@ def test_a_users_exception_surfaces_unchanged_with_an_exact_checkpoint(
     assert_same_weights(weights(resumed), weights(clean))
 
 
-@pytest.mark.parametrize("kind", [Unspeakable, asyncio.CancelledError, PanicException])
+@pytest.mark.parametrize("kind", [Unspeakable, PanicException])
 def test_an_exception_of_an_odd_kind_surfaces_unchanged_with_a_checkpoint(
     tmp_path: Path, tokenizer: Any, kind: type[BaseException]
 ) -> None:
@@ -287,23 +285,6 @@ def test_out_of_memory_that_is_not_to_be_healed_ends_with_a_checkpoint_and_a_cle
     assert postmortem["failure"] == "out_of_memory"
     assert "max_length" in postmortem["what_to_do"]
     assert (Path(postmortem["emergency_checkpoint"]) / "trainer_state.json").is_file()
-
-
-def test_a_service_that_never_comes_back_ends_within_the_budget(tmp_path: Path, tokenizer: Any) -> None:
-    waits: list[float] = []
-    trainer = sft_trainer(tmp_path, tokenizer)
-    fault = RaisingForward(trainer.model, lambda forward: forward >= 5, lost_connection)
-    with pytest.raises(UnrecoverableTrainingError, match="3 attempts without progress") as caught:
-        SelfHealingTrainer(trainer, HealingConfig(max_recovery_attempts=3), sleep=waits.append).train()
-    assert fault.fired == 4
-    assert len(waits) == 3
-    assert all(0 <= wait <= 300 for wait in waits)
-    assert isinstance(caught.value.__cause__, ConnectionError)
-    assert caught.value.postmortem == str(tmp_path / "postmortem.json")
-    postmortem = json.loads((tmp_path / "postmortem.json").read_text())
-    assert len(postmortem["chain"]) == 4
-    assert postmortem["emergency_checkpoint"] == str(tmp_path / "checkpoint-2")
-    assert (tmp_path / "checkpoint-2" / "trainer_state.json").is_file()
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])

@@ -91,16 +91,6 @@ def test_a_call_that_is_given_up_claims_the_exception_once(tmp_path: Path) -> No
     assert calls.claim(caught.value) is None
 
 
-def test_a_call_that_succeeds_ends_the_claim_of_an_earlier_one(tmp_path: Path) -> None:
-    run = made_up_run(tmp_path)
-    calls = ServiceCalls(run)
-    with pytest.raises(ConnectionError):
-        calls.call("a judge", lambda: None, fail)
-    calls.call("a judge", lambda: None, lambda: None)
-    assert not calls.has_claim
-    assert [incident.outcome for incident in run.journal.incidents] == ["self_recovered"]
-
-
 class TestMemoryOutsideOfTheModel:
     def healer(self, directory: Path, **settings: Any) -> MemoryOutsideOfModel:
         run = made_up_run(directory, **settings)
@@ -122,9 +112,3 @@ class TestMemoryOutsideOfTheModel:
     def test_the_same_step_again_ends_the_run_if_the_batch_stays(self, tmp_path: Path) -> None:
         found = self.remedies(tmp_path, [3, 4, 4], oom_reduce_batch=False)
         assert found == [Action.FREE_MEMORY, Action.FREE_MEMORY, Action.STOP]
-
-    def test_nothing_is_claimed_where_it_is_not_to_be_healed(self, tmp_path: Path) -> None:
-        assert self.remedies(tmp_path, [3], on_oom="raise") == [None]
-
-    def test_other_exceptions_are_not_claimed(self, tmp_path: Path) -> None:
-        assert self.healer(tmp_path).claim(ValueError(), incident()) is None

@@ -11,7 +11,7 @@ import pytest
 from self_healing import Action, FailureType, HealingConfig, Incident, UnrecoverableTrainingError
 from self_healing.healers.assembly import assemble
 from self_healing.healers.numerics.state import NumericsState
-from self_healing.healers.restarts.attempts import Attempts, crash_loop, gave_up, take_up
+from self_healing.healers.restarts.attempts import Attempts, gave_up, take_up
 from self_healing.healers.restarts.start import Start
 from self_healing.run.record import Attempt, ExitReason, RunRecord
 from self_healing.run.run import Run
@@ -76,14 +76,6 @@ class TestAProcessThatWasKilled:
         assert (here.number, here.ending, here.first_step) == (2, ExitReason.RUNNING, 4)
         assert here.resumed_from == "checkpoint-4"
 
-    def test_the_log_says_where_the_run_goes_on(self, run: Run, caplog: pytest.LogCaptureFixture) -> None:
-        go_on(run)
-        assert (
-            "Attempt 2 of run run goes on from checkpoint-4 (step 4); the one before ended at step 6: killed, or "
-            "crashed in native code." in caplog.text
-        )
-        assert "-> resumed; 0 steps lost, 2 repeated" in caplog.text
-
 
 class TestTheBudget:
     @pytest.mark.parametrize(
@@ -114,12 +106,6 @@ class TestTheBudget:
         )
         assert "the budget of 0 attempts without progress is spent" in str(error)
         assert newest(run).ending is ExitReason.GAVE_UP
-
-    def test_attempts_that_began_before_the_loop_are_not_of_it(self, tmp_path: Path) -> None:
-        loop = [attempt(number, 4, 5 + number, ExitReason.RUNNING) for number in (2, 3)]
-        found = crash_loop(record_of(tmp_path, attempt(1, 0, 20, ExitReason.RUNNING), *loop), 2)
-        assert "started 2 times from step 4 and never came beyond step 8 (last end: running)" in found.verdict
-        assert (found.step, found.postmortem) == (8, None)
 
 
 class TestARunThatHadEndedForGood:
@@ -163,20 +149,6 @@ class TestARunThatHadEndedForGood:
         # This process's as well.
         assert len(written["attempts"]) == 3
 
-    def test_errors_of_other_ranks_since_the_checkpoint_are_named(self, tmp_path: Path) -> None:
-        for rank, step in ((1, 3), (2, 6)):
-            error = {"type": "KeyError", "message": f"of rank {rank}"}
-            content = {"run": "run", "step": step, "failure": "user_code", "error": error}
-            (tmp_path / f"postmortem.rank{rank}.json").write_text(json.dumps(content))
-        error = refusal(process(self.record(tmp_path)), step=4)
-        (other,) = json.loads((tmp_path / "postmortem.json").read_text())["other_ranks"]
-        assert other["rank"] == 2
-
-    def test_another_rank_leaves_its_own_postmortem_as_it_is(self, tmp_path: Path) -> None:
-        error = refusal(process(self.record(tmp_path), rank=1))
-        assert error.postmortem == str(tmp_path / "postmortem.json")
-        assert not list(tmp_path.glob("postmortem*"))
-
     def test_what_is_still_open_ends_with_it(self, tmp_path: Path) -> None:
         record = self.record(tmp_path)
         waiting = ended_with(Action.RESUME, failure=FailureType.PROCESS_DIED, outcome="open")
@@ -197,16 +169,6 @@ class TestARunThatHadEndedForGood:
         assert newest(run).ending is ExitReason.RUNNING
 
 
-class TestIdsOfIncidents:
-    """Batches and quarantined rows are found by them."""
-
-    def test_that_of_one_that_no_journal_tells_of_is_not_used_again(self, tmp_path: Path) -> None:
-        record = record_of(
-            tmp_path, attempt(1, 0, 6, ExitReason.FAILED), incidents=(Incident("run-009", 3, "made up"),)
-        )
-        assert process(record).journal.open(7, "made up", {}).id == "run-010"
-
-
 class TestWhatTheEarlierProcessEndedWith:
     def test_it_is_open_again_and_says_what_is_repeated(self, tmp_path: Path) -> None:
         ended = ended_with(Action.STOP, failure=FailureType.USER_CODE)
@@ -219,36 +181,3 @@ class TestWhatTheEarlierProcessEndedWith:
         run.outcomes.take_in(2.0, 6)
         run.outcomes.close()
         assert incident.outcome != "open"
-
-    def test_only_the_last_incident_can_have_ended_it(self, tmp_path: Path) -> None:
-        incidents = tuple(ended_with(Action.STOP, failure=FailureType.USER_CODE) for _ in range(3))
-        run = process(record_of(tmp_path, attempt(1, 0, 6, ExitReason.FAILED), incidents=incidents))
-        go_on(run)
-        assert [incident.steps_repeated for incident in run.journal.incidents] == [0, 0, 2]
-
-    @pytest.mark.parametrize("outcome", ["resolved", "unresolved"])
-    def test_what_has_an_outcome_keeps_it(self, tmp_path: Path, outcome: str) -> None:
-        ended = ended_with(Action.STOP, failure=FailureType.USER_CODE, outcome=outcome)
-        run = process(record_of(tmp_path, attempt(1, 0, 6, ExitReason.FAILED), incidents=(ended,)))
-        go_on(run)
-        assert (run.journal.incidents[0].outcome, run.journal.incidents[0].steps_repeated) == (outcome, 0)
-
-    def test_an_open_incident_about_the_loss_has_not_ended_a_process(self, tmp_path: Path) -> None:
-        about_loss = ended_with(Action.ROLL_BACK, failure=FailureType.DIVERGENCE, outcome="open")
-        run = process(record_of(tmp_path, attempt(1, 0, 6, ExitReason.FAILED), incidents=(about_loss,)))
-        go_on(run)
-        assert (run.journal.incidents[0].steps_repeated, run.journal.incidents[0].actions) == (0, [Action.ROLL_BACK])
-
-    def test_in_a_run_that_is_refused_it_stays_fatal_and_says_what_it_has_cost(self, tmp_path: Path) -> None:
-        ended = ended_with(Action.STOP, failure=FailureType.USER_CODE)
-        run = process(record_of(tmp_path, attempt(1, 0, 6, ExitReason.GAVE_UP), incidents=(ended,)))
-        refusal(run)
-        (incident,) = run.journal.incidents
-        assert (incident.outcome, incident.actions, incident.steps_repeated) == ("fatal", [Action.STOP], 2)
-
-
-def test_a_new_run_has_nothing_to_take_up(tmp_path: Path) -> None:
-    run = assemble(HealingConfig(), tmp_path, run_id="run")
-    run.part(Attempts).keep(RunRecord(tmp_path, "run"), taken_up=False)
-    take_up(run, Start(None))
-    assert (newest(run).number, newest(run).first_step, run.journal.incidents) == (1, 0, [])

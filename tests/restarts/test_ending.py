@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +15,10 @@ from self_healing.healers.assembly import assemble
 from self_healing.healers.restarts import ending, preemption
 from self_healing.healers.restarts.attempts import Attempts
 from self_healing.healers.restarts.ending import Shutdown
-from self_healing.healers.restarts.preemption import Preemption
 from self_healing.hf.trainer_state import ResumePoint
 from self_healing.ranks.messages import Failure
-from self_healing.run.record import Attempt, ExitReason, RunRecord
+from self_healing.run.record import ExitReason, RunRecord
 from self_healing.run.run import Run
-from self_healing.run.status import RunState, read_status
 
 
 def process(directory: Path, step: int = 6, recorded: bool = True, rank: int = 0, **settings: Any) -> Run:
@@ -117,52 +113,6 @@ def older(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bool]]:
     return asked
 
 
-class TestAProcessThatIsAskedToLeave:
-    def leave(self, run: Run, step: int = 6, checkpoint: str | None = None) -> BaseException:
-        with pytest.raises(BaseException) as left:  # noqa: PT011
-            run.part(Preemption).leave(step, str(run.directory), checkpoint)
-        return left.value
-
-    def test_it_writes_down_where_it_goes_on(self, tmp_path: Path) -> None:
-        run = process(tmp_path)
-        run.asked_to_leave = signal.SIGUSR1
-        run.part(Attempts).tell_status(tmp_path, 40)
-        left = self.leave(run, checkpoint=marked(tmp_path, 4))
-        assert isinstance(left, SystemExit)
-        assert left.code == 75
-        (incident,) = run.journal.incidents
-        assert (incident.failure, incident.cause, incident.step) == (FailureType.PREEMPTED, "SIGUSR1", 6)
-        assert (incident.actions, incident.outcome) == ([Action.SAVE_AND_LEAVE], "resolved")
-        assert (incident.steps_repeated, incident.evidence) == (2, {"signal": "SIGUSR1"})
-        record = record_in(tmp_path)
-        assert (record.ending, record.newest.why, record.newest.last_step) == (ExitReason.PREEMPTED, "SIGUSR1", 6)
-        status = read_status(tmp_path)
-        assert status is not None
-        assert (status.state, status.step, status.why) == (RunState.LEFT, 6, "SIGUSR1")
-
-    @pytest.mark.usefixtures("older")
-    def test_the_newest_checkpoint_is_found_where_none_is_named(self, tmp_path: Path) -> None:
-        run = process(tmp_path)
-        self.leave(run)
-        (action,) = events(run, "action")
-        # One whose marker cannot be read is as good as the step.
-        assert (action["checkpoint"], run.journal.incidents[0].steps_repeated) == ("checkpoint-4", 0)
-        assert (run.journal.incidents[0].cause, action["exit_code"]) == ("a signal to another process", 143)
-
-    def test_without_a_checkpoint_all_steps_are_done_again(self, tmp_path: Path) -> None:
-        run = process(tmp_path)
-        self.leave(run)
-        (incident,) = run.journal.incidents
-        assert (incident.steps_repeated, incident.outcome) == (6, "unresolved")
-
-    def test_at_the_deadline_it_is_written_down(self, tmp_path: Path) -> None:
-        run = process(tmp_path)
-        run.part(Preemption).end_at_the_deadline("too late")
-        assert (record_in(tmp_path).ending, record_in(tmp_path).newest.why) == (ExitReason.PREEMPTED, "too late")
-        (event,) = events(run, "preemption_deadline")
-        assert (event["step"], event["why"]) == (6, "too late")
-
-
 class TestAnIncidentThatNothingCures:
     def test_the_run_ends_with_it(self, tmp_path: Path, older: list[tuple[str, str, bool]]) -> None:
         run = process(tmp_path)
@@ -192,23 +142,6 @@ class TestAnIncidentThatNothingCures:
         assert written(tmp_path)["emergency_checkpoint"] == str(tmp_path / "checkpoint-6")
         assert run.part(Attempts).resume_point.path == str(tmp_path / "checkpoint-6")
         assert older == []
-
-    def test_of_a_run_that_came_to_nothing_only_verified_ones_are_named(
-        self, tmp_path: Path, older: list[tuple[str, str, bool]]
-    ) -> None:
-        run = process(tmp_path)
-        run.part(Shutdown).stop(fatal(run, FailureType.NOT_TRAINED), "why")
-        assert older == [("run", str(tmp_path), True)]
-
-    @pytest.mark.usefixtures("older")
-    def test_what_it_was_dealt_with_in_is_closed_but_not_a_hang(self, tmp_path: Path) -> None:
-        run = process(tmp_path)
-        around, hang, told = fatal(run, FailureType.DIVERGENCE), fatal(run, FailureType.HANG), fatal(run)
-        run.journal.closed(told, "reported")
-        incident = fatal(run)
-        run.part(Shutdown).stop(incident, "why")
-        outcomes = [each.outcome for each in (around, hang, told, incident)]
-        assert outcomes == ["unresolved", "open", "reported", "fatal"]
 
 
 @pytest.mark.usefixtures("older")
@@ -268,31 +201,8 @@ class TestADeviceThatIsLost:
         assert (found["emergency_checkpoint"], run.device_lost) == (None, True)
         assert found["verdict"].startswith("RuntimeError: xxx")
 
-    def test_without_a_checkpoint_it_is_what_the_process_began_with(self, tmp_path: Path) -> None:
-        run = process(tmp_path, recorded=False)
-        run.part(Attempts).first_resume = "somewhere/checkpoint-2"
-        run.part(Shutdown).note_lost_device(RuntimeError("lost"), "gone")
-        assert written(tmp_path)["resume_with"] == "trainer.train(resume_from_checkpoint='somewhere/checkpoint-2')"
-        assert written(tmp_path)["verdict"] == "gone"
-        # With the callback alone, the exception is the user's.
-        assert run.journal.incidents[0].actions == [Action.STOP]
-
 
 class TestTheEndOfTheRun:
-    def test_it_is_finished_and_its_emergency_checkpoint_goes(self, tmp_path: Path) -> None:
-        run = process(tmp_path)
-        run.part(Attempts).resume_point = emergency_checkpoint(tmp_path, 5)
-        run.part(Shutdown).finish()
-        assert (record_in(tmp_path).ending, record_in(tmp_path).newest.last_step) == (ExitReason.FINISHED, 6)
-        assert not (tmp_path / "emergency").exists()
-
-    def test_what_was_put_off_is_raised(self, tmp_path: Path) -> None:
-        run = process(tmp_path)
-        run.part(Preemption).raised = SystemExit(5)
-        with pytest.raises(SystemExit):
-            run.part(Shutdown).finish()
-        assert record_in(tmp_path).ending is ExitReason.FINISHED
-
     @pytest.mark.parametrize(
         ("error", "expected"),
         [
@@ -331,67 +241,3 @@ class TestTheEndOfTheRun:
         assert older == []
         # No step comes after it.
         assert waiting.outcome == "resolved"
-
-    def test_our_own_failure_leaves_the_exception_as_it_was(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        run = process(tmp_path)
-        run.trainer = None
-        run.part(Shutdown).note_exception(KeyError("a"))
-        assert "How the run ended could not be written down" in caplog.text
-
-
-class TestTheProcessesOfARun:
-    @pytest.fixture
-    def begun(self, tmp_path: Path) -> Callable[..., Attempts]:
-        def begun(last: int = 6, rank: int = 0) -> Attempts:
-            run = process(tmp_path, recorded=False, rank=rank)
-            earlier = Attempt(2, 1, "here", 1.0, None, 0, last, ExitReason.FAILED)
-            run.part(Attempts).keep(RunRecord(tmp_path, "run", [earlier]), taken_up=True)
-            run.part(Attempts).begin("checkpoint-4", 4)
-            return run.part(Attempts)
-
-        return begun
-
-    def test_entries_into_train_are_counted_over_all_of_them(self, begun: Callable[..., Attempts]) -> None:
-        attempts = begun()
-        attempts.enter()
-        assert (attempts.entries, attempts.run.journal.attempt) == (1, 3)
-        attempts.enter()
-        assert (attempts.entries, attempts.run.journal.attempt) == (2, 4)
-
-    def test_one_that_goes_back_to_an_older_checkpoint_begins_as_a_new_one(
-        self, begun: Callable[..., Attempts], tmp_path: Path
-    ) -> None:
-        attempts = begun()
-        attempts.enter()
-        attempts.enter()
-        attempts.taken_up = False
-        attempts.resume_point = emergency_checkpoint(tmp_path, 5)
-        attempts.begin_from_older("checkpoint-2", 2)
-        assert (attempts.entries, attempts.taken_up, attempts.resume_point) == (0, True, None)
-        newest = record_in(tmp_path).newest
-        assert (newest.resumed_from, newest.first_step) == ("checkpoint-2", 2)
-        attempts.enter()
-        assert (attempts.entries, attempts.run.journal.attempt) == (1, 5)
-        attempts.begin_from_older("checkpoint-3", 3)
-        assert record_in(tmp_path).newest.first_step == 2
-
-    def test_an_end_is_told_in_the_status_too(self, begun: Callable[..., Attempts], tmp_path: Path) -> None:
-        attempts = begun()
-        attempts.tell_status(tmp_path, 40)
-        assert attempts.status is not None
-        attempts.end(ExitReason.FAILED, "KeyError: 'a'")
-        status = read_status(tmp_path)
-        assert status is not None
-        assert (status.state, status.step, status.why) == (RunState.STOPPED, 6, "KeyError: 'a'")
-
-    def test_incidents_of_the_record_go_on(self, tmp_path: Path) -> None:
-        waiting = Incident("run-001", 3, "made up", FailureType.NETWORK, actions=[Action.RESUME])
-        over = Incident("run-002", 3, "made up", outcome="reported")
-        entries = [waiting.to_dict(), over.to_dict()]
-        run = process(tmp_path, recorded=False)
-        run.part(Attempts).keep(RunRecord(tmp_path, "run", [Attempt(1, 1, "here", 1.0)], entries), taken_up=True)
-        assert [each.id for each in run.journal.incidents] == ["run-001", "run-002"]
-        run.outcomes.close()
-        assert [each.outcome for each in run.journal.incidents] == ["resolved", "reported"]

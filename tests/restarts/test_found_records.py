@@ -16,7 +16,6 @@ from self_healing.run.record import (
     ProgressMark,
     RunRecord,
     UnreadableRecordError,
-    first_call,
     read_mark,
 )
 from self_healing.system.processes import Launch, launch_of, of_all_ranks
@@ -70,17 +69,6 @@ def test_what_the_ranks_know_of_their_launch_is_put_together() -> None:
     assert (found.restarts, found.by_agent, found.started_again) == (2, True, True)
 
 
-@pytest.mark.parametrize("requeued", [(False, False), (True, False), (False, True)])
-def test_a_job_was_requeued_if_any_rank_knows_of_it(requeued: tuple[bool, ...]) -> None:
-    launches = [Launch("torchrun", int(each), 3, requeued=each) for each in requeued]
-    assert of_all_ranks(launches).requeued == any(requeued)
-
-
-def test_torchruns_that_were_given_no_name_are_told_apart() -> None:
-    assert launch_of({"TORCHELASTIC_RUN_ID": "a"}).agent == "a"
-    assert launch_of({"TORCHELASTIC_RUN_ID": "none"}).agent.startswith(f"process {os.getppid()} of ")
-
-
 def test_jobs_and_pods_are_known_by_their_names() -> None:
     pod = launch_of({"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
     assert (pod.launcher, pod.in_a_pod, pod.started_again, pod.job) == ("none", True, False, "")
@@ -108,9 +96,6 @@ class TestARecord:
         assert (newest.number, newest.first_step, newest.last_step, newest.call, newest.job) == (1, 4, 4, 1, "17")
         assert (newest.pid, newest.resumed_from, record.ending) == (os.getpid(), "checkpoint-4", ExitReason.RUNNING)
         assert caplog.text == ""
-
-    def test_is_none_where_there_is_none(self, tmp_path: Path) -> None:
-        assert RunRecord.read(tmp_path) is None
 
     @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"run": 1}', "\xff"])
     def test_of_which_not_even_the_run_is_known_cannot_be_read(self, tmp_path: Path, content: str) -> None:
@@ -148,13 +133,6 @@ class TestARecord:
             record.begin_attempt(None, 0)
         assert [each.number for each in record.attempts] == [*range(3, 53)]
         assert record.newest.call == 52
-
-    def test_of_a_directory_is_that_of_the_first_call_in_a_process(self, tmp_path: Path) -> None:
-        assert first_call(tmp_path)
-        record_of(tmp_path)
-        assert not first_call(tmp_path)
-        assert not first_call(Path(os.path.relpath(tmp_path)))
-        assert first_call(tmp_path / "elsewhere")
 
 
 class TestAMark:

@@ -63,14 +63,6 @@ def checkpoint_in(directory: Path, step: int, run: str | None = "run") -> str:
 
 
 class TestAStart:
-    def test_of_a_new_run(self) -> None:
-        start = Start(None)
-        assert (start.step, start.run, start.died, start.spends, start.steps_to_repeat) == (0, None, False, False, 0)
-
-    def test_of_one_that_was_killed(self, tmp_path: Path) -> None:
-        start = Start("checkpoint-4", 4, record_of(tmp_path))
-        assert (start.run, start.died, start.spends, start.steps_to_repeat) == ("run", True, True, 2)
-
     @pytest.mark.parametrize(("step", "spends", "again"), [(3, True, 3), (4, True, 2), (5, False, 1), (7, False, 0)])
     def test_progress_is_a_later_step_than_the_one_before_began_at(
         self, tmp_path: Path, step: int, spends: bool, again: int
@@ -109,28 +101,8 @@ class TestTheJobOfARecord:
         assert not continues(record, TORCHRUN, False)
         assert not continues(record, PLAIN, None)
 
-    def test_that_of_another_job_is_named(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        assert not continues(record_of(tmp_path), replace(SLURM, job="18"), None)
-        assert f"In {tmp_path} lies run run of a job before this one" in caplog.text
-
-    def test_a_script_that_trains_more_than_once_does_not_go_on(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        assert not continues(record_of(tmp_path, call=2), TORCHRUN, None)
-        assert "which had trained there 2 times" in caplog.text
-        # The second time in this process.
-        RunRecord(tmp_path, "run").begin_attempt(None, 0)
-        assert not continues(record_of(tmp_path), TORCHRUN, None)
-        assert continues(record_of(tmp_path / "elsewhere"), TORCHRUN, None)
-
 
 class TestWhatACheckpointBegins:
-    def test_nothing_was_recorded(self, tmp_path: Path) -> None:
-        checkpoint = checkpoint_in(tmp_path, 4)
-        assert start_of(checkpoint, 4, None, PLAIN, False, True) == Start(checkpoint, 4)
-        assert start_of(checkpoint, 4, RunRecord(tmp_path, "run"), TORCHRUN, True, None) == Start(checkpoint, 4)
-        assert start_of(None, 0, None, PLAIN, False, None) == Start(None, 0)
-
     @pytest.mark.parametrize("requested", [True, "auto"])
     def test_the_newest_one_goes_on_with_the_run(self, tmp_path: Path, requested: Any) -> None:
         record, checkpoint = record_of(tmp_path), checkpoint_in(tmp_path, 4)
@@ -149,10 +121,6 @@ class TestWhatACheckpointBegins:
     def test_the_newest_of_another_run_begins_anew(self, tmp_path: Path, other: str | None) -> None:
         checkpoint = checkpoint_in(tmp_path, 4, other)
         assert start_of(checkpoint, 4, record_of(tmp_path), PLAIN, False, True) == Start(checkpoint, 4)
-
-    def test_without_any_the_run_begins_again(self, tmp_path: Path) -> None:
-        record = record_of(tmp_path)
-        assert start_of(None, 0, record, PLAIN, False, "auto") == Start(None, 0, record)
 
     @pytest.mark.parametrize(
         ("ending", "launch", "requested", "by_hand"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from conftest import RaisingAt, RaisingForward, sft_trainer
 from transformers import TrainerCallback
@@ -89,51 +87,6 @@ def test_a_damaged_status_is_as_good_as_none(tmp_path: Path, content: str) -> No
     assert read_status(tmp_path) is None
 
 
-def test_what_an_earlier_version_did_not_write_is_not_missed(tmp_path: Path) -> None:
-    keeper = begun(tmp_path)
-    path = tmp_path / "healing_status.json"
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({key: content[key] for key in content if key not in ("why", "schema")} | {"new": 1}))
-    status = read_status(tmp_path)
-    assert status is not None
-    assert replace(status, since=0.0) == replace(keeper.status or status, since=0.0)
-
-
-@pytest.mark.parametrize(
-    ("error", "state"), [(psutil.AccessDenied(), RunState.UNKNOWN), (psutil.NoSuchProcess(1), RunState.DIED)]
-)
-def test_a_process_that_cannot_be_looked_at_is_not_known_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: psutil.Error, state: RunState
-) -> None:
-    def refuse(pid: int) -> None:
-        raise error
-
-    begun(tmp_path)
-    monkeypatch.setattr(psutil, "Process", refuse)
-    assert status_of(tmp_path).state is state
-
-
-def test_a_run_goes_on_after_the_clock_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun(tmp_path)
-    created = psutil.Process.create_time
-    monkeypatch.setattr(psutil.Process, "create_time", lambda self: created(self) + 3600.0)
-    assert status_of(tmp_path).state is RunState.RUNNING
-
-
-def test_a_process_that_is_dead_and_not_yet_fetched_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun(tmp_path)
-    monkeypatch.setattr(psutil.Process, "status", lambda self: psutil.STATUS_ZOMBIE)
-    assert status_of(tmp_path).state is RunState.DIED
-
-
-@pytest.mark.parametrize(("there", "state"), [(True, RunState.UNKNOWN), (False, RunState.DIED)])
-def test_where_its_beginning_is_not_known_a_process_that_is_there_may_be_another_one(
-    tmp_path: Path, there: bool, state: RunState
-) -> None:
-    change(begun(tmp_path), process_began=0.0, **({} if there else {"pid": 999_999_999}))
-    assert status_of(tmp_path).state is state
-
-
 @pytest.mark.parametrize(
     ("marked", "age", "expected"),
     [
@@ -173,22 +126,6 @@ def test_the_end_of_an_attempt_is_that_of_the_run_as_far_as_it_is_known(
     assert (status.state, status.step) == (state, 7)
     # Whole words, in 300 characters.
     assert status.why == (f"{why}{' of it' * 48} ..." if why else "")
-
-
-def test_nothing_is_told_of_a_run_that_has_not_begun(tmp_path: Path) -> None:
-    keeper = StatusKeeper(tmp_path)
-    keeper.note_step(3)
-    keeper.end(RunState.ENDED, 3)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_second_call_of_train_begins_again(tmp_path: Path) -> None:
-    keeper = begun(tmp_path)
-    keeper.end(RunState.ENDED, 40)
-    keeper.begin("next", tmp_path / "healing_events.jsonl", 0, 20, 0)
-    keeper.note_step(3)
-    status = status_of(tmp_path)
-    assert (status.run, status.state, status.step, status.max_steps) == ("next", RunState.RUNNING, 3, 20)
 
 
 @pytest.mark.parametrize(
