@@ -53,13 +53,12 @@ from .healers.restarts.start import (
     refusal_of_another_job,
     resumed_without_healing,
 )
-from .healers.services import Reporting
+from .healers.services import Reporting, ReportingGuard
 from .healers.train_begin_end import tell_end
 from .hf.dataloader import end_workers_that_failed
 from .hf.deepspeed import can_be_entered_again, have_engine_made_again, let_go_of_engine
 from .hf.memory import release_frames
 from .hf.patching import entry_hooks_removed_on_exception, remove_progress_bars
-from .hf.services import ReportingGuard
 from .journal.incident import Incident
 from .journal.terminal import Terminal, speaking_of
 from .ranks import votes

@@ -22,7 +22,6 @@ from ..checkpoints.vetting import vet_weights
 from ..failures.classify import describe_exception
 from ..failures.recipes import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
 from ..hf.adapter import Instrument
-from ..hf.services import ReportingGuard
 from ..hf.trainer_state import save_generated
 from ..journal.incident import Incident, counted, lost_steps
 from ..journal.terminal import Terminal, announce
@@ -50,7 +49,7 @@ from .restarts.ending import Shutdown, switch_off_next_time
 from .restarts.preemption import Preemption
 from .restarts.shared_memory import FinalSnapshot
 from .saves import SaveHealer
-from .services import Reporting, ServiceCalls
+from .services import Reporting, ReportingGuard, ServiceCalls
 from .step_recorder import StepRecorder
 
 

@@ -345,8 +345,10 @@ class OneRankRetry:
 
     def _versions(self) -> list[tuple[int, int] | None]:
         """Tells whether gradients have been added to since: in place, which counts, or by another tensor."""
-        # ZeRO-1 in lower precision adds them up beside the parameter's own.
-        gradients = (held for each in self._parameters for held in (each.grad, getattr(each, "grad_accum", None)))
+        gradients = [each.grad for each in self._parameters]
+        if self._view.zero is not None:
+            # ZeRO-1 in lower precision adds them up beside the parameter's own.
+            gradients += [getattr(each, "grad_accum", None) for each in self._parameters]
         return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
 

@@ -418,3 +418,9 @@ def _patterns_for(folder: Path, left_out: Mapping[Path, Sequence[str]]) -> list[
             parts = (pattern.rpartition("/") for pattern in patterns)
             found.extend(name for directory, slash, name in parts if slash and fnmatchcase(inside, directory))
     return found
+
+
+def wrap_pushes(replaced: Replacements, trainer: Any, wrapper: Callable[..., None]) -> None:
+    """Hands what uploads in the background, and what waits for that, to a wrapper."""
+    for name in ("_push_from_checkpoint", "_finish_current_push"):
+        replaced.wrap(trainer, name, wrapper)
