@@ -65,7 +65,7 @@ class Hooks:
         """Called before every `optimizer.step()`, those of experiments and of steps applied again included."""
 
     def about_to_step(self) -> None:
-        """Called before the `optimizer.step()` of the Trainer's own loop."""
+        """Called before the `optimizer.step()` of the Trainer's own loop, while memory is watched."""
 
     def rate_scale(self, step: int) -> float:
         """Gives the factor on the schedule's learning rate, by optimizer steps finished."""

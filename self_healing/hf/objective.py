@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -116,7 +116,9 @@ class StepSignals:
     loss: float
     grad_norm: float | None = None
     seconds: float = 0.0
+    # Asked several times for each step.
+    finite: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and (self.grad_norm is None or math.isfinite(self.grad_norm))
+    def __post_init__(self) -> None:
+        finite = math.isfinite(self.loss) and (self.grad_norm is None or math.isfinite(self.grad_norm))
+        object.__setattr__(self, "finite", finite)

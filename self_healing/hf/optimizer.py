@@ -102,7 +102,8 @@ class OptimizerStep:
         failsafe = self._failsafe
         try:
             self._hooks.before_optimizer_step()
-            self._hooks.about_to_step()
+            if self._retry.watched:
+                self._hooks.about_to_step()
         except Exception as error:
             if not failsafe.contains(error):
                 raise

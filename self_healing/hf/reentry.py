@@ -347,13 +347,13 @@ class EarlyStop:
         if self._view.world_size > 1:
             window: Window | None = self._instrument.window
             asked = window is not None and window.leave_wanted
-        if self._view.last_step_done:
+        if not asked or self._view.last_step_done:
             # Only the end of the run is left, with the last evaluation and the best model: it is not cut short.
             return False
-        if asked and not self.begun:
+        if not self.begun:
             self.begun = True
             self._keep_what_is_saved()
-        return asked
+        return True
 
     def _keep_what_is_saved(self) -> None:
         """Keeps the newest checkpoint: a run that leaves is not at its end, where the best one would replace it."""

@@ -48,6 +48,8 @@ class TrainerView:
         # Whether all ranks take part in each call of the model: accelerate has sharded its weights (FSDP, ZeRO-3), or
         # transformers has while it loaded them.
         gathers = engine is not None and bool(engine.zero_optimization_partition_weights())
+        # The gradient norm that the Trainer clips to, or DeepSpeed by its own configuration; 0 if it does not.
+        self.max_grad_norm = float((trainer.args.max_grad_norm if engine is None else engine.gradient_clipping()) or 0)
         self.sharded: bool = kind == DistributedType.FSDP or is_sharded(trainer.model) or gathers
 
     @property
@@ -107,13 +109,6 @@ class TrainerView:
         """Decay of the optimizer's second moments; `None` if it has none."""
         betas = next((group.get("betas") for group in self._groups()), None)
         return float(betas[1]) if isinstance(betas, (tuple, list)) and len(betas) > 1 else None
-
-    @property
-    def max_grad_norm(self) -> float:
-        """The gradient norm that the Trainer clips to, or DeepSpeed by its own configuration; 0 if it does not."""
-        engine = engine_of(self._trainer)
-        limit = self._trainer.args.max_grad_norm if engine is None else engine.gradient_clipping()
-        return float(limit or 0.0)
 
     def models(self) -> list[torch.nn.Module]:
         """Finds the models the trainer calls: what it trains, its reference, teachers and reward models."""

@@ -82,6 +82,7 @@ class MemoryHealer(Healer):
             self._watch()
         if self.config.on_oom == "backup":
             self._backup = SnapshotRing(generations=1)
+            instrument.retry.watched = True
 
     def _has_limits(self) -> bool:
         """Whether a size is known not to fit; where all ranks have to split alike, on any of them."""
@@ -118,7 +119,7 @@ class MemoryHealer(Healer):
         """Gives the models their own calls back."""
         self._instrument.replaced.give_back(self._interceptions)
         self._interceptions, self._instrument.call.passes = [], None
-        self._instrument.retry.watched = False
+        self._instrument.retry.watched = self._backup is not None
 
     def metrics(self, training: bool, summary: bool) -> dict[str, float]:
         """Gives whether calls were split since the last log."""
@@ -137,6 +138,7 @@ class MemoryHealer(Healer):
         if self._stepping:
             # While steps are applied again: the state gone back to is good as it is.
             return False
+        self._sizes.step = self._instrument.view.step
         shape = self._shape(ran_out)
         if self._context is None and shape is not None and self._sizes.is_tried(shape):
             self._take_back_the_try(shape, ran_out, window)
@@ -407,6 +409,7 @@ class MemoryHealer(Healer):
     def _note_for_the_next_start(self, ran_out: OutOfMemory) -> str:
         """Writes down what did not fit; says why it is not healed here, and what the next start does."""
         sizes, one_rank, shape = self._sizes, self._instrument.one_rank, self._shape(ran_out)
+        sizes.step = self._instrument.view.step
         failed = shape or self._whole_batch(ran_out)
         sizes.failed(failed, with_gradients=ran_out.place != "evaluation")
         sizes.made_together |= bool(one_rank.meets_in_forward)
@@ -420,6 +423,7 @@ class MemoryHealer(Healer):
 
     def _take_in_sizes(self, rank: int, content: Mapping[str, Any]) -> None:
         """Splits alike from here on what did not fit on another rank: this one would only wait for it."""
+        self._sizes.step = self._instrument.view.step
         if self.config.on_oom != "raise" and self._state.take_over(content, own=False):
             self._watch()
             self._state.write()
