@@ -266,6 +266,7 @@ class Instrument:
                 batches, items = original(*args, **kwargs)
             except BaseException as error:
                 self.failsafe.leaves_with(error)
+                self.hooks.fetch_failed(error)
                 raise
             try:
                 self._fetched(len(batches))
@@ -294,6 +295,7 @@ class Instrument:
             return
         self.window = Window(self.engine, self.ledger, self.position, micro_batches) if micro_batches else None
         self.reentry.fetched(self.window)
+        self.hooks.fetched()
         args = self.trainer.args
         if micro_batches and args.logging_nan_inf_filter and self._filters_loss:
             self._filter_taken, args.logging_nan_inf_filter = True, False

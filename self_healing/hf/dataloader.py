@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -15,7 +17,7 @@ from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ..system import processes
-from .batches import Layout, layout_of
+from .batches import Layout
 from .objective import Objective
 
 
@@ -44,10 +46,10 @@ class DataPosition:
         # The sample that is used for an index, where another one stands in for it.
         self.actual: Callable[[int], int] = int
         self.micro_batches = 0
-        self._rows = 0
         self._began_at = 0
-        # By micro-batch of the epoch.
-        self._sampled: dict[int, list[int]] = {}
+        # What the batch sampler gives out, from this micro-batch of the epoch on: read only where somebody asks.
+        self._given: Iterator[Any] = itertools.tee((), 1)[0]
+        self._given_from = 0
         self._watched: tuple[Any, type] | None = None
         self._streams = isinstance(trainer.train_dataset, IterableDataset)
 
@@ -56,7 +58,7 @@ class DataPosition:
     def epoch_begins(self) -> None:
         """Called in `on_epoch_begin`; the epoch a run is resumed in begins with the micro-batches it skips."""
         trainer = self._trainer
-        self.micro_batches = self._rows = 0
+        self.micro_batches = 0
         resumed_here = int(trainer.state.global_step) == self._entry_step
         if resumed_here and self._entry_step > 0 and not trainer.args.ignore_data_skip:
             accumulation = trainer.args.gradient_accumulation_steps
@@ -66,14 +68,13 @@ class DataPosition:
                 self.micro_batches = self._entry_step % updates * accumulation
         self._began_at = self.micro_batches
 
-    def advance(self, batches: Sequence[Any]) -> None:
+    def advance(self, size: int) -> None:
         """Counts the micro-batches of a finished step."""
-        self.micro_batches += len(batches)
-        for position in [position for position in self._sampled if position < self.micro_batches]:
-            del self._sampled[position]
-        if self._streams:
-            # Elsewhere rows are known by what the batch sampler has given out.
-            self._rows += sum(self._count_rows(batch) for batch in batches)
+        self.micro_batches += size
+        # What is behind is not asked for any more.
+        for _ in itertools.islice(self._given, max(self.micro_batches - self._given_from, 0)):
+            pass
+        self._given_from = self.micro_batches
 
     def at_epoch_end(self) -> bool:
         """Whether the epoch has no micro-batch left."""
@@ -92,12 +93,6 @@ class DataPosition:
             return len(self._trainer.callback_handler.train_dataloader)
         return None
 
-    def _count_rows(self, batch: Any) -> int:
-        if isinstance(batch, list):
-            return len(batch)
-        layout = layout_of(batch, self._objective)
-        return 0 if layout is None else layout.rows
-
     # ---- the batch sampler ----
 
     def watch(self) -> None:
@@ -107,15 +102,13 @@ class DataPosition:
         if sampler is None or self._streams or isinstance(loader, DataLoaderDispatcher):
             # Of a dispatcher the first rank alone knows what it has drawn.
             return
-        cls, position_now, sampled = type(sampler), self, self._sampled
+        cls, position = type(sampler), self
 
         def __iter__(self: Any) -> Iterator[Any]:
-            sampled.clear()
-            for position, batch in enumerate(cls.__iter__(self)):
-                # Batches that a resume skips are drawn as well, but never looked up.
-                if position >= position_now.micro_batches and isinstance(batch, (list, tuple)):
-                    sampled[position] = list(batch)
-                yield batch
+            given, position._given = itertools.tee(cls.__iter__(self))
+            # Those that a resume skips are among them.
+            position._given_from = 0
+            return given
 
         try:
             sampler.__class__ = type(cls.__name__, (cls,), {"__iter__": __iter__, "__module__": cls.__module__})
@@ -135,28 +128,41 @@ class DataPosition:
 
     def sampled(self, size: int) -> set[int]:
         """Indices of the samples that the micro-batches of the current step were made of, as far as they are known."""
-        positions = range(self.micro_batches, self.micro_batches + size)
-        return {int(index) for position in positions for index in self._sampled.get(position, ())}
+        return {int(index) for indices in self._drawn(0, size) for index in indices}
 
-    def sources(self, layout: Layout, index: int, earlier: Sequence[Any]) -> list[RowSource]:
+    def _drawn(self, first: int, count: int) -> list[Sequence[int]]:
+        """What the batch sampler has given out for micro-batches of the current step."""
+        start = self.micro_batches + first - self._given_from
+        # A copy, which leaves what it reads to those that ask next.
+        drawn = list(itertools.islice(copy.copy(self._given), start, start + count)) if start >= 0 else []
+        return [indices for indices in drawn if isinstance(indices, (list, tuple))]
+
+    def sources(self, layout: Layout, index: int) -> list[RowSource]:
         """Finds where each row of a micro-batch of the current step came from."""
         unknown = [RowSource() for _ in range(layout.rows)]
         if self._objective.online:
             return unknown
         if self._streams:
-            # A resumed stream has skipped batches nobody counted; several processes share it out between them.
-            if processes.world_size() > 1 or layout.kind == "segments" or self._began_at > 0:
-                return unknown
-            before = self._rows + sum(self._count_rows(batch) for batch in earlier)
-            return [RowSource(stream_ordinal=before + row) for row in range(layout.rows)]
-        indices = self._sampled.get(self.micro_batches + index)
-        if indices is None:
+            return self._of_the_stream(layout, index) or unknown
+        drawn = self._drawn(index, 1)
+        if not drawn:
             return unknown
+        indices = drawn[0]
         if layout.kind == "segments":
             sources = [source for item in indices for source in self._segments(self.actual(int(item)))]
         else:
             sources = [RowSource(dataset_index=self.actual(int(item))) for item in indices]
         return sources if len(sources) == layout.rows else unknown
+
+    def _of_the_stream(self, layout: Layout, index: int) -> list[RowSource]:
+        """The rows of a stream in its order, of which all micro-batches but the last of an epoch hold as many."""
+        size = int(self._trainer._train_batch_size)
+        # A resumed stream has skipped batches nobody counted; several processes share it out between them.
+        shared = processes.world_size() > 1 or self._trainer.args.dataloader_num_workers > 1
+        if shared or self._began_at > 0 or layout.kind == "segments" or layout.rows > size:
+            return []
+        first = (self.micro_batches + index) * size
+        return [RowSource(stream_ordinal=first + row) for row in range(layout.rows)]
 
     def _segments(self, item: int) -> list[RowSource]:
         """The sequences TRL's packing put into one row of the dataset."""

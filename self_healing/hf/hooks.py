@@ -26,6 +26,14 @@ logger = logging.getLogger(__name__)
 class Hooks:
     """The events of an [`Instrument`], in the order in which a step meets them."""
 
+    # ---- the micro-batches of a step are fetched ----
+
+    def fetched(self) -> None:
+        """Called when the data loader has given the micro-batches of the next step."""
+
+    def fetch_failed(self, error: BaseException) -> None:
+        """Called with what it has raised instead, which ends `train()`."""
+
     # ---- a micro-batch is computed ----
 
     @property

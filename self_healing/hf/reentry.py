@@ -160,7 +160,7 @@ class Reentry:
     def _step_ends(self) -> None:
         """All of a step is done but what follows from it (logging, evaluating, saving)."""
         if self._window is not None and not self._step_ended:
-            self._position.advance(self._window.all_inputs())
+            self._position.advance(self._window.size)
         self._step_ended = True
 
     @property

@@ -240,7 +240,7 @@ class Window:
     def _sources(self, layout: Layout | None, index: int) -> list[RowSource]:
         if layout is None:
             return []
-        return self._position.sources(layout, index, [self.inputs(before) for before in range(index)])
+        return self._position.sources(layout, index)
 
     def samples(self) -> set[int]:
         """Indices in the dataset of the samples it is made of, as far as they are known."""

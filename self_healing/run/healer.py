@@ -113,6 +113,9 @@ class Healers(Healer):
 
     # ---- the events of the instrument ----
 
+    fetched = _each(Healer.fetched)
+    fetch_failed = _each(Healer.fetch_failed)
+
     @property
     def heals_memory(self) -> bool:
         return any(each.heals_memory for each in self.taking_part["heals_memory"])

@@ -323,29 +323,26 @@ def test_on_request_the_error_surfaces_and_names_the_sample(tmp_path: Path, toke
 # ---- our own failures ----
 
 
-def test_a_mistake_in_the_guard_does_not_reach_the_run(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_in_the_guard_does_not_reach_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def mistaken(*_: Any) -> Any:
         raise TypeError("a mistake of ours")
 
-    monkeypatch.setattr(GuardedDataset, "_fetch", mistaken)
-    monkeypatch.setattr(GuardedCollator, "_collate", mistaken)
-    rows = Rows(rows_of(tokenizer, tmp_path))
-    trainer = trainer_on(rows, tmp_path, tokenizer, max_steps=4)
-    trainer.train()
-    assert trainer.state.global_step == 4
+    monkeypatch.setattr(GuardedDataset, "_recovered", mistaken)
+    data = guarded(Rows([{"number": number} for number in range(8)], {5}, times=1), tmp_path)
+    assert [sample["number"] for sample in data.__getitems__([4, 5])] == [4, 5]
+    assert data.guard.off
+    monkeypatch.setattr(GuardedCollator, "_recovered", mistaken)
+    raised = iter([True])
 
+    def collate(samples: Any) -> Any:
+        if next(raised, False):
+            samples.clear()
+            raise ValueError("once")
+        return samples
 
-def test_a_dataset_may_give_several_samples_as_a_generator(tmp_path: Path) -> None:
-    class Together(Rows):
-        def __getitems__(self, indices: list[int]) -> Iterator[Any]:
-            return (self[index] for index in indices)
-
-    data = guarded(Together([{"number": number} for number in range(32)], {5}), tmp_path)
-    assert data[4] == {"number": 4}
-    assert len(data.__getitems__([4, 5, 6])) == 3
-    assert names(tmp_path) == [5]
+    data = guarded(Rows([{"number": number} for number in range(8)]), tmp_path)
+    assert len(GuardedCollator(collate, data.guard, data)(data.__getitems__([4, 5]))) == 2
+    assert data.guard.off
 
 
 def test_a_loader_of_a_kind_of_its_own_is_left_alone() -> None:

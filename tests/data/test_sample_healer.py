@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Collection
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,10 +46,7 @@ class Loading:
         trainer.args = SimpleNamespace(seed=0, data_seed=None, process_index=0, gradient_accumulation_steps=1)
         trainer.callback_handler = SimpleNamespace(train_dataloader=loader)
         trainer._train_batch_size = 2
-        trainer.get_batch_samples = lambda batches: ([next(batches)],)
         instrument.attached, instrument.on_detach, instrument.position = True, [], SimpleNamespace()
-        instrument.failsafe = SimpleNamespace(contained=contextlib.nullcontext)
-        instrument.replace = self.replace
         made: Any = run
         made.run_id, made.heartbeat = "made-up", SimpleNamespace(start_over=lambda: None)
         quarantine = Quarantine(directory)
@@ -61,9 +56,6 @@ class Loading:
         self.healer.attach(first=True)
         self.batches = iter(loader)
 
-    def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        setattr(owner, name, partial(function, getattr(owner, name)))
-
     def call(self, service: str, rewind: Callable[[], None], function: Callable[..., Any], /, *args: Any) -> Any:
         return function(*args)
 
@@ -72,8 +64,8 @@ class Loading:
         rows = list[int]()
         for step in range(batches):
             self.run.at(MadeUpWindow(step))
-            (fetched,) = self.run.instrument.trainer.get_batch_samples(self.batches)
-            rows += [int(row) for row in fetched[0]["input_ids"][:, 0]]
+            rows += [int(row) for row in next(self.batches)["input_ids"][:, 0]]
+            self.healer.fetched()
         return rows
 
 
@@ -142,7 +134,7 @@ def test_a_run_with_too_many_of_them_ends(tmp_path: Path, bad: int, ends: bool) 
 def test_twenty_of_them_are_named_where_it_ends(tmp_path: Path, bad: int, more: bool) -> None:
     loading = Loading(tmp_path, Rows(40, bad=()))
     with pytest.raises(UnrecoverableTrainingError) as raised:
-        loading.healer._end_for_too_many({n: "no" for n in range(bad)}, 0.0)
+        loading.healer._end_for_too_many({n: "no" for n in range(bad)}, 0.0, 40)
     assert ("; and 1 more in" in str(raised.value)) is more
     assert (" more in " in str(raised.value)) is more
     assert str(raised.value).count("(no)") == 20

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
 from typing import Any
 
+from ...failures.classify import is_error
 from .guard import (
     MAX_BAD_IN_A_ROW,
     CallResult,
@@ -40,34 +41,46 @@ class GuardedDataset(Proxy):
         return self.__getitems__([index])[0] if _is_index(index) else self.wrapped[index]
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
-        if self.guard.off or not all(_is_index(index) for index in indices):
+        guard, used = self.guard, indices
+        if guard.off:
             return list(self._load(indices))
-        fetched: list[Any] = self.guard.contained(lambda: self._fetch(indices), lambda: self._load(indices))
-        return fetched
+        if guard.has_workers or guard.known.blocked:
+            used = guard.contained(lambda: self._used_for(indices), lambda: indices)
+        try:
+            loaded: list[Any] = self._load(used)
+        except BaseException as error:
+            if not is_error(error) or not all(map(_is_index, indices)):
+                raise
+            failure = error
+        else:
+            guard.names = used
+            return loaded
+        # Outside of the handler: each attempt has a context of its own.
+        return guard.contained(lambda: self._recovered(indices, used, failure), lambda: self._load(indices))
+
+    def _used_for(self, indices: list[Any]) -> list[Any]:
+        if self.guard.has_workers:
+            self.guard.known.read_new_lines()
+        return [self.actual(index) if _is_index(index) else index for index in indices]
 
     def _load(self, indices: Sequence[Any]) -> Any:
         # As torch's fetcher does it.
         together = getattr(self.wrapped, "__getitems__", None)
-        if together is None:
-            return [self.wrapped[index] for index in indices]
-        loaded = together(indices)
-        return list(loaded) if isinstance(loaded, Iterator) else loaded
+        return [self.wrapped[index] for index in indices] if together is None else together(indices)
 
-    def _fetch(self, indices: Sequence[int]) -> Any:
+    def _recovered(self, indices: list[Any], used: list[Any], failure: BaseException) -> Any:
+        """The samples, or substitutes, after they have raised when they were loaded together."""
         guard = self.guard
-        used = [self.actual(index) for index in indices] if guard.blocked() else indices
-        loaded = guard.attempt(self._load, used, loads=not guard.names_only)
-        if loaded.error is None:
+        loaded, error = guard.after(failure, self._load, used, loads=not guard.names_only)
+        if error is None:
             guard.names = used
-            return loaded.value
+            return loaded
         if not guard.names_only:
-            return self._one_by_one(used, loaded.error)
-        alone = [index for index in used if guard.attempt(self._load, [index]).error is not None]
+            return self._one_by_one(used, error)
+        alone = [index for index in used if guard.attempt(self._load, [index])[1] is not None]
         named = ", ".join(str(index) for index in alone or used)
-        loaded.error.add_note(
-            f"self_healing: raised while the training data were loaded, by the sample with index {named}."
-        )
-        raise LetPass(loaded.error)
+        error.add_note(f"self_healing: raised while the training data were loaded, by the sample with index {named}.")
+        raise LetPass(error)
 
     def _one_by_one(self, indices: Sequence[int], error: BaseException) -> list[Any]:
         """Loads samples by themselves after some of them, loaded together, raised."""
@@ -119,17 +132,17 @@ class GuardedDataset(Proxy):
     def _load_twice(self, index: int, bad: list[BadSample], patient: bool) -> tuple[Any, BaseException | None]:
         """Loads a sample, twice if it raises; one that cannot be used is appended to `bad`, with what it raised."""
         attempts, guard = 1, self.guard
-        loaded = guard.attempt(self._load, [index], loads=True, patient=patient)
-        if loaded.error is not None and not (patient and may_be_the_sample(loaded.error)):
-            first, attempts = loaded.error, 2
-            loaded = guard.attempt(self._load, [index], loads=True, patient=patient)
-            if loaded.error is None:
+        loaded, error = guard.attempt(self._load, [index], loads=True, patient=patient)
+        if error is not None and not (patient and may_be_the_sample(error)):
+            first, attempts = error, 2
+            loaded, error = guard.attempt(self._load, [index], loads=True, patient=patient)
+            if error is None:
                 guard.known.loaded_on_retry(describe_name(index), first)
-        where = self.describe(index) | {"attempts": attempts}
-        if loaded.error is not None:
-            bad.append(guard.known.that_raised("loading", loaded.error, preview=self._preview(index), **where))
-            return None, loaded.error
-        return loaded.value[0], None
+        if error is not None:
+            where = self.describe(index) | {"attempts": attempts}
+            bad.append(guard.known.that_raised("loading", error, preview=self._preview(index), **where))
+            return None, error
+        return loaded[0], None
 
     def _preview(self, index: int) -> str | None:
         """Shows a sample that raises: in Hugging Face datasets, as it is before the transform."""
@@ -183,43 +196,51 @@ class GuardedCollator(Proxy):
         self.supply = supply
 
     def __call__(self, samples: Any) -> Any:
-        if self.guard.off:
+        guard = self.guard
+        if guard.off:
             return self.wrapped(samples)
+        names, guard.names = guard.names, None
         # Many collators change the samples they are given, which no second attempt could stand.
         kept = copies_of(samples)
-        return self.guard.contained(lambda: self._collate(samples, kept), lambda: self.wrapped(kept))
+        try:
+            return self.wrapped(samples)
+        except BaseException as error:
+            if not is_error(error):
+                raise
+            failure = error
+        return guard.contained(lambda: self._recovered(kept, names, failure), lambda: self.wrapped(kept))
 
     def _attempt(self, samples: Any) -> CallResult:
-        return self.guard.attempt(lambda: self.wrapped(copies_of(samples)))
+        return self.guard.attempt(self._collate_copies, samples)
 
-    def _collate(self, given: Any, kept: Any) -> Any:
-        """Collates samples as they are given; `kept` are copies of them for further attempts."""
+    def _collate_copies(self, samples: Any) -> Any:
+        return self.wrapped(copies_of(samples))
+
+    def _recovered(self, samples: Any, names: Sequence[SampleName] | None, failure: BaseException) -> Any:
+        """Collates copies of the samples, or substitutes for some of them, after they themselves have raised."""
         guard = self.guard
-        names, guard.names = guard.names, None
-        first = [given]
-        # What it is given is what it would be given without the guard; if the network fails, copies after that.
-        collated = guard.attempt(lambda: self.wrapped(first.pop() if first else copies_of(kept)))
-        if collated.error is None:
-            return collated.value
-        if names is None or not isinstance(kept, list) or len(names) != len(kept):
-            raise LetPass(collated.error)
+        collated, error = guard.after(failure, self._collate_copies, samples)
+        if error is None:
+            return collated
+        if names is None or not isinstance(samples, list) or len(names) != len(samples):
+            raise LetPass(error)
         if guard.names_only:
-            bad = self._culprits(kept) or range(len(kept))
+            bad = self._culprits(samples) or range(len(samples))
             named = ", ".join(str(names[row]) for row in bad)
-            collated.error.add_note(f"self_healing: raised by the collator, for the sample with index {named}.")
-            raise LetPass(collated.error)
-        again = self._attempt(kept)
-        if again.error is None:
-            guard.known.loaded_on_retry(f"The batch of the samples {list(names)}", collated.error)
-            return again.value
-        return self._without_culprits(list(kept), list(names), collated.error)
+            error.add_note(f"self_healing: raised by the collator, for the sample with index {named}.")
+            raise LetPass(error)
+        collated, again = self._attempt(samples)
+        if again is None:
+            guard.known.loaded_on_retry(f"The batch of the samples {list(names)}", error)
+            return collated
+        return self._without_culprits(list(samples), list(names), error)
 
     def _without_culprits(self, samples: list[Any], names: list[SampleName], error: BaseException) -> Any:
         dropped: list[int] = []
         culprits = self._culprits(samples, names)
         for row in culprits:
             # What was raised first is what happened; only of several each has its own.
-            alone = self._attempt([samples[row]]).error if len(culprits) > 1 else None
+            alone = self._attempt([samples[row]])[1] if len(culprits) > 1 else None
             bad = [self._bad(names[row], samples[row], alone or error)]
             found = self._substitute(names[row], bad)
             if found is None and (len(bad) > MAX_BAD_IN_A_ROW or len(dropped) + 1 == len(samples)):
@@ -231,15 +252,15 @@ class GuardedCollator(Proxy):
             else:
                 names[row], samples[row] = found
         samples = [sample for row, sample in enumerate(samples) if row not in dropped]
-        collated = self._attempt(samples)
-        if collated.error is not None:
-            raise LetPass(collated.error if culprits else error)
-        return collated.value
+        collated, raised = self._attempt(samples)
+        if raised is not None:
+            raise LetPass(raised if culprits else error)
+        return collated
 
     def _culprits(self, samples: list[Any], names: list[SampleName] | None = None) -> list[int]:
         """Finds the rows that raise by themselves or, if none does, the one in whose place another one does not."""
         rows = range(len(samples))
-        alone = [row for row in rows if self._attempt([samples[row]]).error is not None]
+        alone = [row for row in rows if self._attempt([samples[row]])[1] is not None]
         if alone or len(samples) < 2 or names is None:
             return alone
         return [row for row in rows if self._fits_with_another(samples, names[row], row)][:1]
@@ -248,13 +269,13 @@ class GuardedCollator(Proxy):
         found = next(self.supply.substitutes(name), None)
         if found is None:
             return False
-        fits = self._attempt([*samples[:row], found[1], *samples[row + 1 :]]).error is None
+        fits = self._attempt([*samples[:row], found[1], *samples[row + 1 :]])[1] is None
         self.supply.refuse(*found)
         return fits
 
     def _substitute(self, name: SampleName, bad: list[BadSample]) -> tuple[SampleName, Any] | None:
         for tried, (found, sample) in enumerate(self.supply.substitutes(name)):
-            error = self._attempt([sample]).error
+            _, error = self._attempt([sample])
             if error is None:
                 return found, sample
             bad.append(self._bad(found, sample, error))

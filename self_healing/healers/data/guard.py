@@ -7,14 +7,13 @@ import errno
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch.utils.data import get_worker_info
 
 from ...failures.classify import classify_exception, is_error
 from ...failures.recipes import FailureType
-from .quarantine import BadSample, KnownBadSamples, SampleName
+from .quarantine import BadSample, KnownBadSamples
 
 
 logger = logging.getLogger("self_healing")
@@ -46,12 +45,8 @@ class LetPass(Exception):
         self.error = error
 
 
-@dataclass(slots=True)
-class CallResult:
-    """Result of a call: its value, or the exception it raised."""
-
-    value: Any
-    error: BaseException | None = None
+# The value of a call, and the exception that it raised instead.
+CallResult = tuple[Any, BaseException | None]
 
 
 class Guard:
@@ -63,63 +58,67 @@ class Guard:
         seed: int,
         retry: Callable[..., Any] | None = None,
         names_only: bool = False,
+        has_workers: bool = False,
     ) -> None:
         self.known = known
         self.seed = seed
         self.retry = retry
         self.names_only = names_only
+        # Other processes load as well, and find what is not to be used.
+        self.has_workers = has_workers
         # In the training process, called for each sample where many are read to get back to one, and for the first.
         self.alive: Callable[[], None] = _no_heartbeat
         self.began: Callable[[Any], None] = _no_heartbeat
         # Loads without guards, also in iterators that were made before.
         self.off = False
         # Of the samples that are about to be collated.
-        self.names: Sequence[SampleName] | None = None
-
-    def blocked(self) -> dict[SampleName, str]:
-        """Samples that are not to be used; in a worker, with those that other processes have found."""
-        if get_worker_info() is not None:
-            self.known.read_new_lines()
-        return self.known.blocked
-
-    def call(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Calls code of the data, again if the network is what fails; all such calls go through here."""
-        try:
-            return function(*arguments, **named)
-        except Exception as error:
-            if self.retry is None or classify_exception(error) is not FailureType.NETWORK:
-                raise
-            failure = error
-        # Outside of the handler: each attempt has a context of its own.
-        return self.call_again(failure, function, *arguments, **named)
-
-    def call_again(self, failure: BaseException, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Makes a call again whose first attempt has ended with a failure of the network."""
-        failed = [failure]
-
-        def attempt() -> T:
-            if failed:
-                raise failed.pop()
-            return function(*arguments, **named)
-
-        assert self.retry is not None
-        return self.retry(attempt)  # type: ignore[no-any-return]
+        self.names: list[Any] | None = None
 
     def attempt(
-        self, function: Callable[..., T], *arguments: Any, loads: bool = False, patient: bool = True
+        self, function: Callable[..., Any], *arguments: Any, loads: bool = False, patient: bool = True
     ) -> CallResult:
         """
         Calls code of the data. Where it loads samples, a failure of network, disk or memory may be that of one
         sample: a dead link, a bad sector, a header that asks for too much.
         """
         try:
-            return CallResult(self.call(function, *arguments) if patient else function(*arguments))
+            return function(*arguments), None
         except BaseException as error:
-            if not is_error(error):
-                raise
-            if not (loads and may_be_the_sample(error)):
-                self.raise_if_not_the_sample(error)
-            return CallResult(None, error)
+            failure = error
+        # Outside of the handler: each attempt has a context of its own.
+        return self.after(failure, function, *arguments, loads=loads, patient=patient)
+
+    def after(
+        self,
+        failure: BaseException,
+        function: Callable[..., Any],
+        *arguments: Any,
+        loads: bool = False,
+        patient: bool = True,
+    ) -> CallResult:
+        """Goes on after a call of code of the data has raised: calls it again if the network is what failed."""
+        if patient and self.retry is not None and classify_exception(failure) is FailureType.NETWORK:
+            try:
+                return self.call_again(failure, function, *arguments), None
+            except BaseException as error:
+                failure = error
+        if not is_error(failure):
+            raise failure
+        if not (loads and may_be_the_sample(failure)):
+            self.raise_if_not_the_sample(failure)
+        return None, failure
+
+    def call_again(self, failure: BaseException, function: Callable[..., T], *arguments: Any) -> T:
+        """Makes a call again whose first attempt has ended with a failure of the network."""
+        failed = [failure]
+
+        def attempt() -> T:
+            if failed:
+                raise failed.pop()
+            return function(*arguments)
+
+        assert self.retry is not None
+        return self.retry(attempt)  # type: ignore[no-any-return]
 
     def raise_if_not_the_sample(self, error: BaseException) -> None:
         """Returns for an exception that a sample may be to blame for."""
@@ -205,23 +204,23 @@ class Proxy:
 # ---- copies: datasets and collators may change what they are given in place ----
 
 
-def _shallow_copy(sample: Any) -> Any:
-    """Copies a sample whose entries may be taken out or replaced; returns itself if it cannot be copied."""
-    if type(sample) is dict:
-        return sample.copy()
-    if not isinstance(sample, Mapping | list):
-        return sample
-    try:
-        return copy.copy(sample)
-    except Exception:
-        return sample
-
-
 def copies_of(samples: Any) -> Any:
     """Copies each sample of a list or a tuple."""
-    if type(samples) in (list, tuple):
-        return type(samples)(map(_shallow_copy, samples))
-    return _shallow_copy(samples)
+    if type(samples) not in (list, tuple):
+        return copy_of(samples)
+    try:
+        # What nearly all samples are; no function of Python is called for each.
+        return type(samples)(map(dict.copy, samples))
+    except TypeError:
+        return type(samples)(map(copy_of, samples))
+
+
+def copy_of(sample: Any) -> Any:
+    """Copies a sample whose entries may be taken out or replaced; returns itself if it cannot be copied."""
+    try:
+        return copy.copy(sample) if isinstance(sample, Mapping | list) else sample
+    except Exception:
+        return sample
 
 
 # ---- substitutes ----

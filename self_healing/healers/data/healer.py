@@ -47,8 +47,8 @@ class SampleHealer(Healer):
         self.calls = calls
         self._quarantine = run.part(Quarantine)
         self._loading: TrainingLoader | None = None
+        # Where bad samples are replaced.
         self._known: KnownBadSamples | None = None
-        self._drawn = self._per_batch = 0
 
     def attach(self, first: bool) -> None:
         """Guards the training data. A loader of a kind that cannot be guarded is left as it is."""
@@ -71,7 +71,7 @@ class SampleHealer(Healer):
             known = self._quarantine.watch(run.run_id, fingerprint, args.process_index, instrument.view.step)
             known.take()
         seed = args.seed if args.data_seed is None else args.data_seed
-        guard = Guard(known, int(seed), self._retry(loading), names_only)
+        guard = Guard(known, int(seed), self._retry(loading), names_only, loading.has_workers)
         if not loading.has_workers:
             guard.alive = run.heartbeat.start_over
             guard.began = self._stream_began
@@ -83,12 +83,8 @@ class SampleHealer(Healer):
         if names_only:
             return
         self._loading, self._known = loading, known
-        # By all ranks, as the bad samples are those of all.
-        self._per_batch = loading.samples_per_batch * processes.world_size()
-        self._drawn = instrument.view.step * int(args.gradient_accumulation_steps) * self._per_batch
         if isinstance(guarded, GuardedDataset):
             instrument.position.actual = guarded.actual
-        instrument.replace(instrument.trainer, "get_batch_samples", self._fetch)
 
     def _retry(self, loading: TrainingLoader) -> Callable[..., Any]:
         if loading.has_workers:
@@ -109,27 +105,21 @@ class SampleHealer(Healer):
     def _instrument(self) -> Instrument:
         return self.run.instrument
 
-    def _fetch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        instrument = self._instrument
-        try:
-            fetched = original(*args, **kwargs)
-        except DataSourceError as error:
+    def fetch_failed(self, error: BaseException) -> None:
+        if self._known is not None and isinstance(error, DataSourceError):
             self._end("broken_data_source", {"message": str(error)[:2000]}, str(error), error)
-            raise
-        if instrument.attached:
-            with instrument.failsafe.contained():
-                self._count_and_report(len(fetched[0]))
-        return fetched
 
-    def _count_and_report(self, batches: int) -> None:
+    def fetched(self) -> None:
         loading, known = self._loading, self._known
         if loading is None or known is None:
             return
-        self._drawn += batches * self._per_batch
         if loading.has_workers:
             known.read_new_lines()
-        if not known.new and not known.retried:
-            return
+        if known.new or known.retried:
+            self._take_in(loading, known)
+
+    def _take_in(self, loading: TrainingLoader, known: KnownBadSamples) -> None:
+        """Reports what the guards have found since the last step, and ends the run if it is too much."""
         new, retried = known.take()
         self._quarantine.share([(sample.name, sample.why) for sample in new])
         given_up = self.calls.take_back() if new else None
@@ -137,10 +127,13 @@ class SampleHealer(Healer):
             # The call was that of a sample which has been replaced: there is nothing left to enter again for.
             self.run.dealing_with(given_up).close("resolved")
         self._report(new, retried)
+        # By all ranks, as the bad samples are those of all.
+        step, accumulation = self._instrument.view.step, self._instrument.trainer.args.gradient_accumulation_steps
+        drawn = (step + 1) * int(accumulation) * loading.samples_per_batch * processes.world_size()
         whole = math.inf if loading.samples is None else loading.samples
-        bad, limit = known.bad, self.config.max_bad_fraction * min(whole, max(self._drawn, _FEWEST_SAMPLES))
+        bad, limit = known.bad, self.config.max_bad_fraction * min(whole, max(drawn, _FEWEST_SAMPLES))
         if len(bad) > limit:
-            self._end_for_too_many(bad, limit)
+            self._end_for_too_many(bad, limit, drawn)
 
     def _report(self, new: Sequence[BadSample], retried: Sequence[str]) -> None:
         evidence: dict[str, Any] = {"samples": [asdict(sample) for sample in new]}
@@ -157,15 +150,14 @@ class SampleHealer(Healer):
                 opened.acted(Action.REPLACE_SAMPLE, by=[each.replaced_by for each in new])
             opened.close("resolved")
 
-    def _end_for_too_many(self, bad: dict[Any, str], limit: float) -> None:
-        drawn = f"{self._drawn} drawn so far and their substitutes"
+    def _end_for_too_many(self, bad: dict[Any, str], limit: float, drawn: int) -> None:
         listed = "; ".join(f"{describe_name(name)} ({why[:120]})" for name, why in list(bad.items())[:_LISTED])
         more = f"; and {len(bad) - _LISTED} more in {self._quarantine.path}" if len(bad) > _LISTED else ""
         verdict = (
-            f"{len(bad)} samples among {drawn} cannot be used, which is more than max_bad_fraction="
-            f"{self.config.max_bad_fraction:g} allows ({int(limit)}): {listed}{more}"
+            f"{len(bad)} samples among {drawn} drawn so far and their substitutes cannot be used, which is more than "
+            f"max_bad_fraction={self.config.max_bad_fraction:g} allows ({int(limit)}): {listed}{more}"
         )
-        self._end("too_many_bad_samples", {"bad": len(bad), "limit": limit, "drawn": self._drawn}, verdict, None)
+        self._end("too_many_bad_samples", {"bad": len(bad), "limit": limit, "drawn": drawn}, verdict, None)
 
     def _end(self, symptom: str, evidence: dict[str, Any], verdict: str, error: Exception | None) -> None:
         instrument = self._instrument

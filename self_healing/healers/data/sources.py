@@ -10,7 +10,7 @@ from ...failures.classify import classify_exception, is_error
 from ...failures.recipes import FailureType
 from ...system.random_state import RandomState
 from ..inspection import columns_of, digest_of
-from .guard import MAX_BAD_IN_A_ROW, CallResult, DataSourceError, Guard, LetPass, copies_of
+from .guard import MAX_BAD_IN_A_ROW, DataSourceError, Guard, LetPass, copy_of
 from .quarantine import BadSample, describe_name
 
 
@@ -43,26 +43,32 @@ class SourceReader:
 
     def __next__(self) -> Any:
         if self.source is None:
-            self._random = RandomState.capture()
-            self.source = self._guard.call(self._open)
-        read = self._read()
-        given = read.value if read.error is None else self._recover(read.error)
-        self.ordinal += 1 if self._size is None else self._size(given)
-        self._position += 1
-        # Code that is given it may change it.
-        self._last = copies_of(given)
-        return given
-
-    def _read(self) -> CallResult:
-        assert self.source is not None
+            self._open_first()
         try:
-            return CallResult(next(self.source))
+            given = next(self.source)  # type: ignore[arg-type]
         except StopIteration:
             raise
         except BaseException as error:
             if not is_error(error):
                 raise
-            return CallResult(None, error)
+            failure: BaseException | None = error
+        else:
+            failure = None
+        if failure is not None:
+            # Outside of the handler: each attempt has a context of its own.
+            given = self._recover(failure)
+        self.ordinal += 1 if self._size is None else self._size(given)
+        self._position += 1
+        # Code that is given it may change it.
+        self._last = given.copy() if type(given) is dict else copy_of(given)
+        return given
+
+    def _open_first(self) -> None:
+        self._random = RandomState.capture()
+        source, error = self._guard.attempt(self._open)
+        if error is not None:
+            raise LetPass(error)
+        self.source = source
 
     def _recover(self, error: BaseException) -> Any:
         """Goes on after a failure: with the sample behind it or, at the second attempt, with the sample itself."""
@@ -81,17 +87,20 @@ class SourceReader:
             if inspect.isgenerator(self.source):
                 return self._tried_again(failed, error)
             try:
-                behind = self._read()
+                behind = next(self.source)  # type: ignore[arg-type]
             except StopIteration:
                 if _in_a_generator(error):
                     # What feeds it is dead.
                     return self._tried_again(failed, error)
                 self._leave_out(failed)
                 raise
-            if behind.error is None:
+            except BaseException as again:
+                if not is_error(again):
+                    raise
+                error = again
+            else:
                 self._leave_out(failed)
-                return behind.value
-            error = behind.error
+                return behind
 
     def _leave_out(self, failed: list[BadSample]) -> None:
         for bad in failed:

@@ -18,7 +18,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from .guard import MAX_BAD_IN_A_ROW, CallResult, Guard, LetPass, Proxy, no_substitute, worker_id
+from ...failures.classify import is_error
+from .guard import MAX_BAD_IN_A_ROW, Guard, LetPass, Proxy, no_substitute, worker_id
 from .quarantine import BadSample, SampleName, preview_of
 from .sources import SourceReader
 
@@ -75,54 +76,62 @@ class GuardedStream(Proxy, IterableDataset):  # type: ignore[type-arg]
         return _where(int(str(name).partition(":")[2]))
 
 
-class LiveStream:
+class LiveStream(SourceReader):
     """Gives the samples of a stream, once."""
 
     def __init__(self, dataset: Any, guard: Guard) -> None:
-        self._dataset = dataset
-        self._guard = guard
-        self._is_hugging_face = isinstance(dataset, HuggingFaceStream)
-        self._read = dataset
-        self._reading = SourceReader(self._open, guard, _where)
+        super().__init__(self._opened, guard, _where)
+        self._dataset = self._read = dataset
+        self._shard = worker_id() or 0
         self.back: deque[tuple[SampleName, Any]] = deque()
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
     def __next__(self) -> Any:
-        return self._plain() if self._guard.off else self._guard.contained(self._next, self._plain)
-
-    def _next(self) -> Any:
-        name, sample = self.draw()
-        self._guard.names = [*(self._guard.names or ()), name]
-        return sample
-
-    def _plain(self) -> Any:
-        """Goes on without the guard, from where it stands."""
-        if self.back:
-            return self.back.popleft()[1]
-        if self._reading.source is None:
-            self._reading.source = iter(self._dataset)
+        guard = self._guard
+        if guard.off:
+            return self._plain()
         try:
-            return next(self._reading.source)
-        except LetPass as passed:
-            error = passed.error
-        raise error
+            name, sample = self.draw()
+        except StopIteration:
+            raise
+        except BaseException as error:
+            failure = error
+        else:
+            if guard.names is None:
+                guard.names = []
+            guard.names.append(name)
+            return sample
+
+        def fail() -> Any:
+            raise failure
+
+        return guard.contained(fail, self._plain)
 
     def draw(self) -> tuple[SampleName, Any]:
         """Draws the next sample that can be used, and its name."""
         if self.back:
             return self.back.popleft()
-        sample = next(self._reading)
-        if self._reading.ordinal == 1:
+        sample = super().__next__()
+        if self.ordinal == 1:
             self._guard.began(sample)
-        if self._read is not self._dataset:
-            # The stream itself is asked where it stands, by the loader and by checkpoints.
-            self._dataset._state_dict = self._read._state_dict
-        return f"{worker_id() or 0}:{self._reading.ordinal - 1}", sample
+            if self._read is not self._dataset:
+                # The stream itself is asked where it stands, by the loader and by checkpoints.
+                self._dataset._state_dict = self._read._state_dict
+        return f"{self._shard}:{self.ordinal - 1}", sample
 
-    def _open(self) -> Iterator[Any]:
-        if self._is_hugging_face and not self._guard.names_only:
+    def _plain(self) -> Any:
+        """Goes on without the guard, from where it stands."""
+        if self.back:
+            return self.back.popleft()[1]
+        if self.source is None:
+            self.source = iter(self._dataset)
+        try:
+            return next(self.source)
+        except LetPass as passed:
+            error = passed.error
+        raise error
+
+    def _opened(self) -> Iterator[Any]:
+        if isinstance(self._dataset, HuggingFaceStream) and not self._guard.names_only:
             self._read = _guarded(self._dataset, self._guard)
         return iter(self._read)
 
@@ -211,20 +220,37 @@ class GuardedFunction:
         self._bad_in_a_row: list[BadSample] = []
 
     def __call__(self, given: dict[str, Any], *indices: Any, **named: Any) -> Any:
+        first = self._rows
         count = len(next(iter(given.values()), ())) if self._batched else 1
-        first, self._rows = self._rows, self._rows + count
-        called = self._guard.attempt(self._apply, given, indices, named)
-        if called.error is not None:
-            failure, called = called.error, self._guard.attempt(self._apply, given, indices, named)
-            if called.error is None:
-                self._guard.known.loaded_on_retry("A sample of the stream", failure)
+        self._rows += count
+        try:
+            result = self._apply(given, indices, named)
+        except BaseException as error:
+            if not is_error(error):
+                raise
+            failure = error
+        else:
+            self._bad_in_a_row.clear()
+            return result
+        return self._recovered(failure, given, indices, named, range(count), first)
+
+    def _recovered(
+        self, failure: BaseException, given: dict[str, Any], indices: Any, named: Any, rows: range, first: int
+    ) -> Any:
+        """The result without the rows that the function raises for, after it has raised for a first time."""
+        guard = self._guard
+        result, error = guard.after(failure, self._apply, given, indices, named)
+        if error is not None:
+            result, error = guard.attempt(self._apply, given, indices, named)
+            if error is None:
+                guard.known.loaded_on_retry("A sample of the stream", failure)
             elif self._batched:
-                return self._without_culprits(given, indices, named, called.error, range(count), first)
+                return self._without_culprits(given, indices, named, error, rows, first)
             else:
-                self._leave_out(given, first, called.error)
+                self._leave_out(given, first, error)
                 return False if self._filters else {_LEFT_OUT: True}
-        self._bad_in_a_row = []
-        return called.value
+        self._bad_in_a_row.clear()
+        return result
 
     def _without_culprits(
         self, batch: dict[str, Any], indices: Any, named: Any, error: BaseException, rows: range, first: int
@@ -232,21 +258,22 @@ class GuardedFunction:
         left, attempt = list[int](), self._guard.attempt
         for row in rows:
             alone = _of_rows([row], batch, indices)
-            raised = attempt(self._apply, *alone, named).error
+            _, raised = attempt(self._apply, *alone, named)
             if raised is None:
                 left.append(row)
-                self._bad_in_a_row = []
+                self._bad_in_a_row.clear()
             else:
                 self._leave_out({name: values[0] for name, values in alone[0].items()}, first + row, raised)
         kept, numbers = _of_rows(left, batch, indices)
-        called = attempt(self._apply, kept, numbers, named) if left else CallResult([] if self._filters else kept)
-        if len(left) == len(rows) or called.error is not None:
-            raise LetPass(called.error or error)
+        empty: Any = [] if self._filters else kept
+        result, raised = attempt(self._apply, kept, numbers, named) if left else (empty, None)
+        if len(left) == len(rows) or raised is not None:
+            raise LetPass(raised or error)
         if self._filters:
-            mask = iter(called.value)
+            mask = iter(result)
             return [row in left and next(mask) for row in rows]
         # Columns that stay as they were have to be as long as the others.
-        return {name: kept[name] for name in kept if not left or name not in self._removed} | dict(called.value)
+        return {name: kept[name] for name in kept if not left or name not in self._removed} | dict(result)
 
     def _leave_out(self, row: dict[str, Any], ordinal: int, error: BaseException) -> None:
         known, where = self._guard.known, _where(ordinal, self._stage)
