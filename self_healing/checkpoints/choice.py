@@ -6,8 +6,9 @@ import errno
 import logging
 import os
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy
@@ -54,9 +55,7 @@ def vet_all(output_dir: str | Path) -> list[Verdict]:
     return [vet(checkpoint) for checkpoint in checkpoints_in(output_dir)]
 
 
-def find_trusted_checkpoint(
-    output_dir: str | Path, passed_over: list[Verdict] | None = None, ranks_here: Collection[int] | None = None
-) -> str | None:
+def find_trusted_checkpoint(output_dir: str | Path, passed_over: list[Verdict] | None = None) -> str | None:
     """
     Finds the newest checkpoint of an output directory that can be resumed from.
 
@@ -65,26 +64,18 @@ def find_trusted_checkpoint(
             Of the run.
         passed_over (`list[Verdict]`, *optional*):
             Gets the verdicts on those that are newer, and cannot be.
-        ranks_here (`Collection[int]`, *optional*):
-            The ranks that have their files on this disk, where machines have disks of their own.
 
     Returns:
         `str`: its path, or `None` if there is none.
     """
-    newest = _newest_usable(output_dir, [] if passed_over is None else passed_over, ranks_here)
+    newest = _newest_usable(checkpoints_in(output_dir), [] if passed_over is None else passed_over)
     return None if newest is None else newest.path
 
 
-def _newest_usable(
-    output_dir: str | Path, passed_over: list[Verdict], ranks_here: Collection[int] | None
-) -> Verdict | None:
-    # Vetting reads every byte: those older than the first whole one are not looked at.
-    return _first_whole((vet(checkpoint, ranks_here) for checkpoint in checkpoints_in(output_dir)), passed_over)
-
-
-def _first_whole(verdicts: Iterator[Verdict], passed_over: list[Verdict]) -> Verdict | None:
+def _newest_usable(newest_first: Iterable[Path], passed_over: list[Verdict]) -> Verdict | None:
     """The first one that can be used, of those to which every process has written its part if there is any."""
-    for verdict in verdicts:
+    # Vetting reads every byte: those older than the first whole one are not looked at.
+    for verdict in map(vet, newest_first):
         if verdict.usable and verdict.whole:
             return verdict
         passed_over.append(verdict)
@@ -95,30 +86,25 @@ def _first_whole(verdicts: Iterator[Verdict], passed_over: list[Verdict]) -> Ver
 
 
 def resolve_checkpoint(
-    requested: str | os.PathLike[str] | bool,
-    output_dir: str | Path,
-    passed_over: list[Verdict],
-    ranks_here: Collection[int] | None = None,
+    requested: str | os.PathLike[str] | bool, output_dir: str | Path, passed_over: list[Verdict]
 ) -> Verdict | None:
     """Finds the checkpoint that a request to resume means."""
     if requested is False:
         return None
     if requested is True or requested == "auto":
-        chosen = _newest_usable(output_dir, passed_over, ranks_here)
+        chosen = _newest_usable(checkpoints_in(output_dir), passed_over)
         if chosen is None and requested is True:
             raise CheckpointError(_none_at_all(output_dir, passed_over))
         return chosen
-    verdict = vet(Path(requested), ranks_here)
+    verdict = vet(Path(requested))
     if not verdict.usable:
         passed_over.append(verdict)
-        raise _refused(Path(requested), verdict.reason, output_dir, ranks_here)
+        raise _refused(Path(requested), verdict.reason, output_dir)
     return verdict
 
 
-def _refused(
-    requested: Path, reason: str, output_dir: str | Path, ranks_here: Collection[int] | None = None
-) -> CheckpointError:
-    trusted = find_trusted_checkpoint(output_dir, ranks_here=ranks_here)
+def _refused(requested: Path, reason: str, output_dir: str | Path) -> CheckpointError:
+    trusted = find_trusted_checkpoint(output_dir)
     instead = (
         f"there is none in {output_dir} that can be resumed from"
         if trusted is None
@@ -168,24 +154,10 @@ def newest_checkpoint_of(run: str, output_dir: str, verified: bool = False) -> s
     return None if newest is None else newest.path
 
 
-def newest_verdict_of(
-    run: str,
-    output_dir: str,
-    passed_over: list[Verdict],
-    verified: bool = False,
-    ranks_here: Collection[int] | None = None,
-) -> Verdict | None:
+def newest_verdict_of(run: str, output_dir: str, passed_over: list[Verdict], verified: bool = False) -> Verdict | None:
     """Finds the same as [`newest_checkpoint_of`], with the verdicts on it and on those that are newer."""
-
-    def verdicts() -> Iterator[Verdict]:
-        for checkpoint in checkpoints_in(output_dir):
-            marker = load_marker(checkpoint)
-            if marker is None or marker["run"] != run:
-                continue
-            if not verified or marker["standing"] == "verified":
-                yield vet(checkpoint, ranks_here)
-
-    return _first_whole(verdicts(), passed_over)
+    own = (path for path, marker in _marked_by(run, output_dir) if not verified or marker["standing"] == "verified")
+    return _newest_usable(own, passed_over)
 
 
 def newest_marked_checkpoint_of(run: str, output_dir: str) -> str | None:
@@ -193,11 +165,14 @@ def newest_marked_checkpoint_of(run: str, output_dir: str) -> str | None:
     Finds the newest checkpoint of a run by its marker alone, which says that it was complete and is not suspect: for
     where there is no time, or no device, to read it through. It is vetted when it is resumed from.
     """
+    return next((str(path) for path, marker in _marked_by(run, output_dir) if speaks_for(marker)), None)
+
+
+def _marked_by(run: str, output_dir: str) -> Iterator[tuple[Path, dict[str, Any]]]:
     for checkpoint in checkpoints_in(output_dir):
         marker = load_marker(checkpoint)
-        if marker is not None and marker["run"] == run and speaks_for(marker):
-            return str(checkpoint)
-    return None
+        if marker is not None and marker["run"] == run:
+            yield checkpoint, marker
 
 
 # ---- where new ones are to be written ----

@@ -68,6 +68,8 @@ class RunCheckpoints:
         self._follows = False
         self._generations = 0
         self._followed: dict[int, _Followed] = {}
+        # Those that healthy steps make verified: what is not known to be finite never is.
+        self._waiting: list[int] = []
         # The one that is kept until it is known whether it is good.
         self._pending: int | None = None
         # Of the last checkpoint, in bytes; 0 if this run has not written any yet.
@@ -145,12 +147,13 @@ class RunCheckpoints:
         standing: TrustLevel = marker["standing"] if finite or marker["standing"] == "suspect" else "unverified"
         pinned = theirs is not None and (marker["run"], marker["time"]) == (theirs["run"], theirs["time"])
         self._followed[step] = _Followed(checkpoint, standing, finite, pinned)
+        self._count_waiting()
         if self._pending == step and not pinned:
             self._pending = None
         self._step = step
         with self._contained("Keeping a checkpoint"):
             self._size = _size_of(checkpoint)
-            if step in self._waiting():
+            if step in self._waiting:
                 self._pin_until_known(step)
         # Rotation has left the links without the checkpoints they were made of.
         self.leave_room()
@@ -159,9 +162,9 @@ class RunCheckpoints:
 
     def verify_up_to(self, step: int) -> None:
         """Marks those up to a step as verified, if they are finite: enough healthy steps came after it."""
-        good = [number for number in self._waiting() if number <= step]
-        if not good:
+        if not self._waiting or step < min(self._waiting):
             return
+        good = [number for number in self._waiting if number <= step]
         for number in good:
             self._mark(number, "verified")
         if self._pending is not None and self._pending <= step:
@@ -169,8 +172,8 @@ class RunCheckpoints:
         with self._contained("Keeping a checkpoint"):
             self._keep_newest(good)
             self._prune()
-            if waiting := self._waiting():
-                self._pin_until_known(max(waiting))
+            if self._waiting:
+                self._pin_until_known(max(self._waiting))
 
     def distrust(self, after: int, until: int, incident: str, verified: bool = False) -> tuple[int, ...]:
         """Marks as suspect what was written between the state the run goes back to and the fault."""
@@ -209,14 +212,14 @@ class RunCheckpoints:
         newest = newest_checkpoint_of(self._journal.run_id, str(self._output_dir), verified=True)
         return newest or self._resumed_from
 
-    def _waiting(self) -> list[int]:
-        """Lists those that healthy steps make verified: what is not known to be finite never is."""
+    def _count_waiting(self) -> None:
         followed = self._followed.items()
-        return [number for number, each in followed if each.standing == "unverified" and each.finite]
+        self._waiting = [number for number, each in followed if each.standing == "unverified" and each.finite]
 
     def _mark(self, number: int, standing: TrustLevel, incident: str | None = None) -> None:
         followed = self._followed[number]
         followed.standing = standing
+        self._count_waiting()
         for place in {followed.path, self._pin_of(number)} if followed.pinned else {followed.path}:
             with self._contained("Marking a checkpoint"):
                 set_standing(place, standing, incident)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class Verdict:
     whole: bool = True
 
 
-def vet(checkpoint: Path, ranks_here: Collection[int] | None = None) -> Verdict:
+def vet(checkpoint: Path) -> Verdict:
     """Looks at all that a resume would read: that it is there, whole, what was written, and finite. Never raises."""
     marker = load_marker(checkpoint)
     standing = "unmarked" if marker is None else str(marker["standing"])
@@ -60,7 +60,7 @@ def vet(checkpoint: Path, ranks_here: Collection[int] | None = None) -> Verdict:
     try:
         _check_directory(checkpoint)
         step = finished_steps(checkpoint)
-        _examine(checkpoint, step, marker, ranks_here, findings)
+        _examine(checkpoint, step, marker, findings)
     except Unusable as refusal:
         return Verdict(str(checkpoint), step, False, str(refusal), standing)
     except Exception as error:
@@ -116,17 +116,10 @@ def breach_of_marker(checkpoint: Path) -> str | None:
     return None
 
 
-def _examine(
-    checkpoint: Path,
-    step: int,
-    marker: Mapping[str, Any] | None,
-    ranks_here: Collection[int] | None,
-    findings: Findings,
-) -> None:
+def _examine(checkpoint: Path, step: int, marker: Mapping[str, Any] | None, findings: Findings) -> None:
     """Looks at everything in a checkpoint; what is cheap to see comes first."""
     weights, optimizers = _weight_files(checkpoint, findings), _optimizer_files(checkpoint)
-    ranks = processes.world_size() if marker is None else 1
-    _check_random_states(checkpoint, findings, ranks, ranks_here)
+    _check_random_states(checkpoint, findings, processes.world_size() if marker is None else 1)
     if marker is not None:
         if marker["standing"] == "suspect":
             incident = f" (incident {marker['incident']})" if marker.get("incident") else ""
@@ -256,17 +249,14 @@ def _optimizer_files(checkpoint: Path) -> list[Path]:
     return files
 
 
-def _check_random_states(checkpoint: Path, findings: Findings, ranks: int, here: Collection[int] | None) -> None:
+def _check_random_states(checkpoint: Path, findings: Findings, ranks: int) -> None:
     """Names the random states that are missing, or torn, which a resume gets over."""
     there = [file for file in sorted(checkpoint.glob("rng_state*.pth")) if _is_whole(file, findings)]
     if not there:
         findings.doubts.append("no rng_state.pth, so a resume draws other random numbers")
     numbers = {int(match[1]) for file in there if (match := _OF_RANK.fullmatch(file.name)) is not None}
     # One process alone writes rng_state.pth.
-    wanted: Collection[int] = range(max(max(numbers) + 1, ranks, 2)) if numbers else ()
-    if numbers and here is not None and numbers.issubset(here):
-        # Not where machines share a disk all the same.
-        wanted = here
+    wanted = range(max(max(numbers) + 1, ranks, 2)) if numbers else ()
     findings.missing += [f"rng_state_{number}.pth" for number in wanted if number not in numbers]
 
 

@@ -18,6 +18,12 @@ import torch
 from ..system.random_state import RandomState
 
 
+FindingSeverity = Literal["error", "warning"]
+
+# Rows or tensors that are named in a finding.
+EXAMPLES = 5
+
+
 # ---- data: checks of training data before the first step ----
 
 
@@ -88,6 +94,43 @@ def check_data_quality(
     return Inspection(errors_first(scan.findings()), scan.looked_at, "rows")
 
 
+# By kind of finding: what its rows have, what to do, and whether the run goes wrong with it or only may.
+_DATA_FINDINGS: dict[str, tuple[str, str, FindingSeverity]] = {
+    "empty_rows": (
+        "no text to learn from (no tokens, a single one, or only white space)",
+        "Remove them before training, e.g. with dataset.filter(...).",
+        "error",
+    ),
+    "all_labels_masked": (
+        "no label to learn from (all are masked{details})",
+        "They add nothing to the loss, and a batch of nothing else makes it NaN: check the chat template and the "
+        "masks, and whether a prompt alone is as long as max_length.",
+        "error",
+    ),
+    "ids_out_of_vocabulary": (
+        "token ids outside the model's {details}",
+        "On a GPU that is a device-side assert: use the model's own tokenizer, or call "
+        "model.resize_token_embeddings(len(tokenizer)).",
+        "error",
+    ),
+    "nonfinite_floats": (
+        "NaN or Inf in {details}",
+        "If the training reads that, the loss becomes NaN: repair the values or remove the rows.",
+        "error",
+    ),
+    "unreadable_rows": (
+        "content that cannot be loaded ({details})",
+        "Repair the files, or remove the rows.",
+        "error",
+    ),
+    "duplicates": (
+        "exactly the content of an earlier row",
+        "If they are not repeated on purpose, remove the repeats, or the model learns them by heart.",
+        "warning",
+    ),
+}
+
+
 @dataclass(slots=True)
 class _DataScan:
     """Rows found so far, by what is wrong with them."""
@@ -95,129 +138,82 @@ class _DataScan:
     vocabulary: int | None
     max_length: int | None
     looked_at: int = 0
-    empty: list[int] = field(default_factory=list)
-    masked: list[int] = field(default_factory=list)
-    outside: list[int] = field(default_factory=list)
+    rows: dict[str, list[int]] = field(default_factory=lambda: {kind: [] for kind in _DATA_FINDINGS})
     outside_ids: set[int] = field(default_factory=set)
-    nonfinite: list[int] = field(default_factory=list)
     nonfinite_columns: set[str] = field(default_factory=set)
-    unreadable: dict[int, Exception] = field(default_factory=dict)
-    repeated: list[int] = field(default_factory=list)
+    errors: dict[int, Exception] = field(default_factory=dict)
     digests: set[bytes] = field(default_factory=set)
 
     def look(self, row: int, content: Any) -> None:
         self.looked_at += 1
+        for kind in self._wrong_with(row, content):
+            self.rows[kind].append(row)
+
+    def _wrong_with(self, row: int, content: Any) -> Iterator[str]:
         if isinstance(content, Unreadable):
-            self.unreadable[row] = content.error
+            self.errors[row] = content.error
+            yield "unreadable_rows"
             return
         columns = columns_of(content)
         digest = digest_of(columns)
         if digest in self.digests:
-            self.repeated.append(row)
+            yield "duplicates"
         elif digest is not None:
             self.digests.add(digest)
-        bad = [name for name, value in columns.items() if not is_finite(value)]
-        if bad:
-            self.nonfinite.append(row)
+        if bad := [name for name, value in columns.items() if not is_finite(value)]:
             self.nonfinite_columns.update(bad)
+            yield "nonfinite_floats"
         if not isinstance(content, Mapping):
             return
         if _is_empty(columns):
-            self.empty.append(row)
-        else:
-            trained = _trained(columns, self.max_length)
-            if trained is not None and not trained.any():
-                self.masked.append(row)
-        self._look_at_ids(row, columns)
+            yield "empty_rows"
+        elif (trained := _trained(columns, self.max_length)) is not None and not trained.any():
+            yield "all_labels_masked"
+        if outside := self._outside(columns):
+            self.outside_ids.update(outside)
+            yield "ids_out_of_vocabulary"
 
-    def _look_at_ids(self, row: int, columns: Mapping[str, Any]) -> None:
+    def _outside(self, columns: Mapping[str, Any]) -> set[int]:
+        """Token ids of a row that the model has no embedding for."""
         if self.vocabulary is None:
-            return
+            return set()
         ids = [flatten(value) for name, value in columns.items() if name.endswith(_TOKEN_COLUMNS)]
         labels = flatten(columns.get("labels"))
         # A single number is a class or a score, and without tokens labels are classes as well.
         if ids and labels.size > 1:
             ids.append(labels[labels != _IGNORED_LABEL])
-        outside = [
-            int(id_)
-            for array in ids
-            if array.dtype.kind in "iu"
-            for id_ in array[(array < 0) | (array >= self.vocabulary)]
-        ]
-        if outside:
-            self.outside.append(row)
-            self.outside_ids.update(outside)
+        whole = [array for array in ids if array.dtype.kind in "iu"]
+        return {int(id_) for array in whole for id_ in array[(array < 0) | (array >= self.vocabulary)]}
 
-    def findings(self) -> list[Finding | None]:
-        """One for each kind of check; `None` where it found nothing."""
-        worth_saying = len(self.repeated) >= _DUPLICATES_WORTH_SAYING * self.looked_at
-        return [
-            self._finding(
-                "empty_rows",
-                self.empty,
-                "no text to learn from (no tokens, a single one, or only white space)",
-                "Remove them before training, e.g. with dataset.filter(...).",
-            ),
-            self._finding(
-                "all_labels_masked",
-                self.masked,
-                f"no label to learn from (all are masked{self._within()})",
-                "They add nothing to the loss, and a batch of nothing else makes it NaN: check the chat template and "
-                "the masks, and whether a prompt alone is as long as max_length.",
-            ),
-            self._finding("ids_out_of_vocabulary", self.outside, *self._on_outside()),
-            self._finding(
-                "nonfinite_floats",
-                self.nonfinite,
-                f"NaN or Inf in {self._nonfinite_names()}",
-                "If the training reads that, the loss becomes NaN: repair the values or remove the rows.",
-            ),
-            self._finding("unreadable_rows", [*self.unreadable], *self._on_unreadable()),
-            self._finding(
-                "duplicates",
-                self.repeated if worth_saying else [],
-                "exactly the content of an earlier row",
-                "If they are not repeated on purpose, remove the repeats, or the model learns them by heart.",
-                severity="warning",
-            ),
-        ]
+    def findings(self) -> list[Finding]:
+        if len(self.rows["duplicates"]) < _DUPLICATES_WORTH_SAYING * self.looked_at:
+            self.rows["duplicates"].clear()
+        return [self._finding(kind, sorted(rows)) for kind, rows in self.rows.items() if rows]
 
-    def _finding(
-        self, kind: str, rows: list[int], what: str, remedy: str, severity: FindingSeverity = "error"
-    ) -> Finding | None:
-        if not rows:
-            return None
-        examples: list[int | str] = [*sorted(rows)[:EXAMPLES]]
-        share = f"{len(rows) / self.looked_at:.2%}"
+    def _finding(self, kind: str, rows: list[int]) -> Finding:
+        what, remedy, severity = _DATA_FINDINGS[kind]
+        examples: list[int | str] = [*rows[:EXAMPLES]]
         verb, plural = ("has", "") if len(rows) == 1 else ("have", "s")
         message = (
-            f"{len(rows):,} of {self.looked_at:,} rows ({share}) {verb} {what}: "
-            f"row{plural} {listed(examples, len(rows))}. {remedy}"
+            f"{len(rows):,} of {self.looked_at:,} rows ({len(rows) / self.looked_at:.2%}) {verb} "
+            f"{what.format(details=self._details(kind))}: row{plural} {listed(examples, len(rows))}. {remedy}"
         )
         return Finding(kind, len(rows), self.looked_at, examples, message, severity)
 
-    def _nonfinite_names(self) -> str:
-        names = [f'"{name}"' for name in sorted(self.nonfinite_columns)]
-        return listed(names[:EXAMPLES], len(names))
-
-    def _within(self) -> str:
-        return "" if self.max_length is None else f" in the first {self.max_length:,} tokens"
-
-    def _on_outside(self) -> tuple[str, str]:
-        ids, vocabulary = sorted(self.outside_ids), self.vocabulary or 0
-        return (
-            f"token ids outside the model's 0 to {vocabulary - 1} ({listed(ids[:EXAMPLES], len(ids))})",
-            "On a GPU that is a device-side assert: use the model's own tokenizer, or call "
-            "model.resize_token_embeddings(len(tokenizer)).",
-        )
-
-    def _on_unreadable(self) -> tuple[str, str]:
-        if not self.unreadable:
-            return "", ""
-        first = self.unreadable[min(self.unreadable)]
-        text = " ".join(str(first).split())[:200]
-        shown = f"{type(first).__name__}: {text}" if text else type(first).__name__
-        return f"content that cannot be loaded ({shown})", "Repair the files, or remove the rows."
+    def _details(self, kind: str) -> str:
+        if kind == "all_labels_masked":
+            return "" if self.max_length is None else f" in the first {self.max_length:,} tokens"
+        if kind == "ids_out_of_vocabulary":
+            ids = sorted(self.outside_ids)
+            return f"0 to {(self.vocabulary or 0) - 1} ({listed(ids[:EXAMPLES], len(ids))})"
+        if kind == "nonfinite_floats":
+            names = [f'"{name}"' for name in sorted(self.nonfinite_columns)]
+            return listed(names[:EXAMPLES], len(names))
+        if kind == "unreadable_rows":
+            first = self.errors[min(self.errors)]
+            text = " ".join(str(first).split())[:200]
+            return f"{type(first).__name__}: {text}" if text else type(first).__name__
+        return ""
 
 
 def _is_empty(columns: Mapping[str, Any]) -> bool:
@@ -430,12 +426,6 @@ def _content(value: Any) -> Any:
 # ---- findings: findings of a check, and how they are worded ----
 
 
-FindingSeverity = Literal["error", "warning"]
-
-# Rows or tensors that are named in a finding.
-EXAMPLES = 5
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
     """
@@ -501,9 +491,9 @@ class Inspection:
         return "\n".join([f"{looked}:", *(f"  {found.severity}: {found.message}" for found in self.findings)])
 
 
-def errors_first(findings: Iterable[Finding | None]) -> list[Finding]:
-    """Drops `None`, and sorts errors before warnings."""
-    return sorted((each for each in findings if each is not None), key=lambda finding: finding.severity != "error")
+def errors_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Sorts errors before warnings."""
+    return sorted(findings, key=lambda finding: finding.severity != "error")
 
 
 def listed(examples: Sequence[object], count: int) -> str:
@@ -544,38 +534,51 @@ def check_model_init(model: torch.nn.Module) -> Inspection:
     parameters = _measured(model.named_parameters())
     buffers = _measured(model.named_buffers())
     adapters = _adapter_parameters(model, parameters)
+    names = {
+        "nonfinite_tensors": [
+            *(name for name, size in parameters.items() if not math.isfinite(size.largest)),
+            *(name for name, size in buffers.items() if math.isnan(size.largest)),
+        ],
+        "all_zero_tensors": [
+            name for name, size in parameters.items() if size.is_weight and size.largest == 0 and name not in adapters
+        ],
+        "wildly_scaled_tensors": _wildly_scaled(model, parameters, adapters),
+    }
+    total = len(parameters) + len(buffers)
     findings = [
-        _tensors_finding(
-            "nonfinite_tensors",
-            [name for name, size in parameters.items() if not math.isfinite(size.largest)]
-            + [name for name, size in buffers.items() if math.isnan(size.largest)],
-            len(parameters) + len(buffers),
-            "NaN or Inf",
-            "Every loss will be NaN: load the weights again from a whole checkpoint, or check how they begin.",
-        ),
-        _tensors_finding(
-            "all_zero_tensors",
-            [
-                name
-                for name, size in parameters.items()
-                if size.is_weight and size.largest == 0 and name not in adapters
-            ],
-            len(parameters),
-            "nothing but zeros",
-            "Unless that is on purpose, they were missing from the checkpoint or never initialised: look for missing "
-            "keys in what from_pretrained said.",
-            severity="warning",
-        ),
-        _tensors_finding(
-            "wildly_scaled_tensors",
-            _wildly_scaled(model, parameters, adapters),
-            len(parameters),
-            "values of quite another size than the rest of the model",
-            "Check how they were initialised, merged or converted, and whether the file is damaged.",
-            severity="warning",
-        ),
+        _tensors_finding(kind, found, total if kind == "nonfinite_tensors" else len(parameters))
+        for kind, found in names.items()
+        if found
     ]
-    return Inspection(errors_first(findings), len(parameters) + len(buffers), "tensors")
+    return Inspection(errors_first(findings), total, "tensors")
+
+
+_MODEL_FINDINGS: dict[str, tuple[str, str, FindingSeverity]] = {
+    "nonfinite_tensors": (
+        "NaN or Inf",
+        "Every loss will be NaN: load the weights again from a whole checkpoint, or check how they begin.",
+        "error",
+    ),
+    "all_zero_tensors": (
+        "nothing but zeros",
+        "Unless that is on purpose, they were missing from the checkpoint or never initialised: look for missing keys "
+        "in what from_pretrained said.",
+        "warning",
+    ),
+    "wildly_scaled_tensors": (
+        "values of quite another size than the rest of the model",
+        "Check how they were initialised, merged or converted, and whether the file is damaged.",
+        "warning",
+    ),
+}
+
+
+def _tensors_finding(kind: str, names: list[str], total: int) -> Finding:
+    what, remedy, severity = _MODEL_FINDINGS[kind]
+    examples: list[int | str] = [*names[:EXAMPLES]]
+    verb = "holds" if len(names) == 1 else "hold"
+    message = f"{len(names):,} of {total:,} tensors {verb} {what}: {listed(examples, len(names))}. {remedy}"
+    return Finding(kind, len(names), total, examples, message, severity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -640,14 +643,3 @@ def _wildly_scaled(model: torch.nn.Module, parameters: Mapping[str, _Size], adap
         if odd:
             wild.append(name)
     return wild
-
-
-def _tensors_finding(
-    kind: str, names: Sequence[str], total: int, what: str, remedy: str, severity: FindingSeverity = "error"
-) -> Finding | None:
-    if not names:
-        return None
-    examples: list[int | str] = [*names[:EXAMPLES]]
-    verb = "holds" if len(names) == 1 else "hold"
-    message = f"{len(names):,} of {total:,} tensors {verb} {what}: {listed(examples, len(names))}. {remedy}"
-    return Finding(kind, len(names), total, examples, message, severity)

@@ -432,18 +432,6 @@ def test_an_older_checkpoint_is_preferred_to_one_without_the_part_of_a_rank(
     ]
 
 
-@pytest.mark.parametrize(("ranks", "here", "whole"), [((0,), 1, True), ((0,), 2, False), ((0, 2), 1, False)])
-def test_parts_of_ranks_with_disks_of_their_own_are_not_missed(
-    plain: Path, ranks: tuple[int, ...], here: int, whole: bool
-) -> None:
-    by_ranks(plain / "checkpoint-4", *ranks)
-    assert vet(plain / "checkpoint-4", ranks_here=range(here)).whole is whole
-    passed_over: list[Verdict] = []
-    chosen = resolve_checkpoint("auto", plain, passed_over, ranks_here=range(here))
-    assert chosen is not None
-    assert (chosen.step == 4, not passed_over) == (whole, whole)
-
-
 # ---- the marker ----
 
 

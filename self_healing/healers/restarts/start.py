@@ -144,8 +144,6 @@ def _found_by_first_rank(search: _Search) -> Start:
 def _look_for_start(search: _Search, passed_over: list[Verdict]) -> Start:
     args, requested, launch = search.trainer.args, search.requested, search.launch
     output_dir, restarted = str(args.output_dir), search.config.resume_after_restart and launch.started_again
-    # Of the ranks, those that write to the disk of the first one.
-    here = range(max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)) if args.save_on_each_node else None
     record: RunRecord | None = None
     try:
         record = RunRecord.read(Path(output_dir))
@@ -165,11 +163,11 @@ def _look_for_start(search: _Search, passed_over: list[Verdict]) -> Start:
         shared = newest_beyond(in_memory, record.run, _newest_complete_step(output_dir))
         if shared is not None:
             return replace(start_of(None, shared.step, record, launch, taken_up, requested), shared=shared)
-        chosen = newest_verdict_of(record.run, output_dir, passed_over=passed_over, ranks_here=here)
+        chosen = newest_verdict_of(record.run, output_dir, passed_over=passed_over)
     if chosen is None and requested is not None:
         # Of a run that is taken up, and was killed before its first checkpoint: what it had been asked for.
         wanted = "auto" if requested is True and taken_up else requested
-        chosen = resolve_checkpoint(wanted, output_dir, passed_over, here)
+        chosen = resolve_checkpoint(wanted, output_dir, passed_over)
     if chosen is None:
         return start_of(None, 0, record, launch, taken_up, requested)
     if (refusal := refusal_of_another_job(chosen.path, search.trainer)) is not None:
