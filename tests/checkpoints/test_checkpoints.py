@@ -189,13 +189,6 @@ def test_true_with_none_that_is_usable_names_each_with_its_reason(run: Path, tok
 # ---- "auto", a path, nothing ----
 
 
-def test_auto_resumes_where_it_can(run: Path, tokenizer: Any, resumed_from_4: dict[str, torch.Tensor]) -> None:
-    damage(run / "checkpoint-6")
-    healer = later(run, tokenizer)
-    healer.train(resume_from_checkpoint="auto")
-    assert_same_weights(weights(healer.trainer), resumed_from_4)
-
-
 def test_auto_starts_anew_in_an_empty_directory(
     tmp_path: Path, tokenizer: Any, anew: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -341,21 +334,3 @@ def test_without_hard_links_none_is_kept_and_that_is_told_once(
     assert not any(keeper.directory.iterdir())
     (told,) = caplog.messages
     assert told == "Keeping a checkpoint failed; training goes on. [Errno 1] Operation not permitted"
-
-
-def test_a_process_killed_while_it_pins_leaves_nothing_that_looks_like_a_checkpoint(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keeper = following(run)
-
-    def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "rename", killed)
-    with pytest.raises(KeyboardInterrupt):
-        keeper.saved(run / "checkpoint-6", 6)
-    monkeypatch.undo()
-    assert len(list(keeper.directory.iterdir())) == 1
-    assert [checkpoint.parent for checkpoint in checkpoints_in(run)] == [run] * 3
-    follow(run, 4)
-    assert [path.name for path in keeper.directory.iterdir()] == ["checkpoint-4"]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from conftest import POISON_WORD, TEXTS, PoisonToken, RaisingAt, is_own, sft_trainer
 from huggingface_hub import HfApi
 from huggingface_hub.hf_api import RepoUrl
@@ -15,7 +14,6 @@ from transformers.utils.hub import hf_api
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.healers.data.quarantine import QUARANTINE_FILE
-from self_healing.hf.saving import leave_out_of_uploads
 from self_healing.run.record import PROGRESS_FILE, RECORD_FILE
 from self_healing.system.files import (
     EVENTS_FILE,
@@ -130,19 +128,6 @@ def test_a_push_during_training_holds_nothing_of_ours(strategy: str, tmp_path: P
     assert not hub.of_ours
 
 
-@pytest.mark.slow
-def test_a_journal_of_its_own_directory_is_not_pushed(tmp_path: Path, tokenizer: Any, hub: Hub) -> None:
-    config = HealingConfig(healing_dir=str(tmp_path / "run" / "logs" / "healing"))
-    trainer = struck_trainer(tmp_path / "run", tokenizer, config)
-    (tmp_path / "run" / "logs").mkdir(parents=True)
-    (tmp_path / "run" / "logs" / "mine.txt").write_text("mine")
-    train(trainer, config)
-    trainer.push_to_hub()
-    assert (tmp_path / "run" / "logs" / "healing" / QUARANTINE_FILE).exists()
-    assert [path for path in hub.files if path.startswith("logs/")] == ["logs/mine.txt"]
-    assert not hub.of_ours
-
-
 def test_a_gitignore_that_is_not_ours_stays(tmp_path: Path) -> None:
     (tmp_path / GITIGNORE).write_text("mine\n")
     hide_from_uploads(tmp_path)
@@ -157,18 +142,3 @@ def test_uploads_of_other_folders_are_as_before(run: Any, hub: Hub, tmp_path: Pa
     (tmp_path / "incidents" / "notes.txt").write_text("theirs")
     hf_api().upload_folder(repo_id="me/other", folder_path=tmp_path)
     assert hub.files == {"incidents/notes.txt"}
-
-
-def test_the_function_of_older_versions_leaves_them_out_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # transformers 5.4 calls `huggingface_hub.upload_folder`, and no client of its own.
-    given: list[Any] = []
-    monkeypatch.setattr("transformers.trainer.upload_folder", lambda **options: given.append(options), raising=False)
-    leave_out_of_uploads(str(tmp_path), ["incidents/*", "checkpoint-*/healing.json"])
-    upload = transformers.trainer.upload_folder
-    upload(repo_id="me/model", folder_path=str(tmp_path), ignore_patterns=["_*"])
-    upload(repo_id="me/model", folder_path=str(tmp_path / "checkpoint-2"))
-    upload(repo_id="me/model", folder_path=str(tmp_path / "other"))
-    patterns = [options.get("ignore_patterns") for options in given]
-    assert patterns == [["_*", "incidents/*", "checkpoint-*/healing.json"], ["healing.json"], None]

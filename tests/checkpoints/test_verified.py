@@ -18,7 +18,6 @@ from conftest import (
     tiny_model,
     weights,
 )
-from constants import settings_among
 from followed_checkpoints import following
 from transformers import TrainerCallback
 
@@ -174,21 +173,6 @@ def test_a_state_healed_at_the_end_is_written_where_no_good_checkpoint_is_left(
     assert (load_marker(tmp_path / expected) or {})["finite"] is True
 
 
-def test_a_state_that_was_gone_back_to_is_not_saved_as_what_was_evaluated(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(batches_module, "_LARGEST_TAPE", 0)
-    settings_among({"OUTCOME_STEPS": 1}, monkeypatch.setattr)
-    fault = SilentFault(unread_row(tokenizer), 12)
-    healing = SelfHealingCallback(HealingConfig(snapshot_interval=6, snapshot_verify_steps=3))
-    trainer = best_model_trainer(tmp_path, tokenizer, EvalLoss(rises=False), healing, fault, max_steps=14)
-    trainer.train()
-
-    saved = {verdict.step for verdict in vet_all(tmp_path)}
-    assert 12 not in saved, "its checkpoint waits until it is known whether going back has helped"
-    assert trainer.state.best_global_step == 14
-
-
 def test_nan_in_what_no_snapshot_holds_ends_the_run_at_the_save(tmp_path: Path, tokenizer: Any) -> None:
     def frozen(model: Any, optimizer: Any) -> None:
         model.model.norm.weight[0] = float("nan")
@@ -202,14 +186,6 @@ def test_nan_in_what_no_snapshot_holds_ends_the_run_at_the_save(tmp_path: Path, 
         # No checkpoint holds it either.
         sft_trainer(tmp_path, tokenizer, model=model, callbacks=callbacks, **{**SAVING, "save_steps": 16}).train()
     assert not list(tmp_path.glob("checkpoint-*"))
-
-
-def test_without_a_trusted_state_the_run_goes_on_and_the_checkpoint_is_suspect(tmp_path: Path, tokenizer: Any) -> None:
-    healing = SelfHealingCallback(HealingConfig(snapshots=False))
-    arguments = {**SAVING, "save_steps": 14, "max_steps": 16}
-    with pytest.raises(UnrecoverableTrainingError, match="the weights at the end of the run are not finite"):
-        trainer_for(tmp_path, tokenizer, healing, SilentFault(unread_row(tokenizer), 12), **arguments)
-    assert {each.step: each.standing for each in vet_all(tmp_path)} == {14: "suspect", 16: "suspect"}
 
 
 # ---- the parts ----

@@ -49,20 +49,6 @@ def test_a_collator_may_take_its_samples_apart(tmp_path: Path, times: int) -> No
         assert batch.tolist() == [4, rows[0]["replaced_by"], 6, 7]
 
 
-def test_what_a_collator_raised_first_is_what_happened(tmp_path: Path) -> None:
-    times = itertools.count(1)
-
-    def collate(samples: list[dict[str, Any]]) -> Any:
-        if any(sample["number"] == 5 for sample in samples):
-            raise ValueError(f"time {next(times)}")
-        return torch.tensor([sample["number"] for sample in samples])
-
-    data = guarded(Rows([{"number": number} for number in range(32)]), tmp_path)
-    GuardedCollator(collate, data.guard, data)(data.__getitems__([4, 5, 6, 7]))
-    (row,) = quarantined(tmp_path)
-    assert (row["dataset_index"], row["error"], row["attempts"]) == (5, "time 1", 2)
-
-
 @pytest.mark.parametrize("batch", [[4, 5], [5, 4]])
 def test_of_two_samples_that_do_not_fit_the_odd_one_is_meant(tmp_path: Path, batch: list[int]) -> None:
     data = guarded(Rows([{"input_ids": [1] * (3 if number == 5 else 2)} for number in range(32)]), tmp_path)

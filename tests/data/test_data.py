@@ -12,10 +12,8 @@ import pytest
 import torch
 from conftest import (
     PanicException,
-    RaisingAt,
     Unspeakable,
     assert_same_weights,
-    grpo_trainer,
     journal,
     plain_trainer,
     quarantined,
@@ -24,7 +22,7 @@ from conftest import (
 from datasets import Dataset
 from transformers import Trainer, TrainerCallback
 
-from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
+from self_healing import HealingConfig, SelfHealingCallback, UnrecoverableTrainingError
 from self_healing.failures.retry import RetryPolicy
 from self_healing.healers.data.datasets import GuardedCollator, GuardedDataset
 from self_healing.healers.data.guard import DataSourceError, Guard, candidates
@@ -158,13 +156,6 @@ def test_the_substitutes_of_a_sample_depend_on_nothing_but_index_and_seed() -> N
     assert sorted(candidates(5, 20, seed=7)) == [index for index in range(20) if index != 5]
 
 
-def test_finding_a_substitute_draws_from_no_global_generator(tmp_path: Path) -> None:
-    data = guarded(Rows([{"number": number} for number in range(32)], BAD), tmp_path)
-    before = torch.get_rng_state()
-    data.__getitems__([4, 5, 6])
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_a_substitute_that_raises_is_passed_over(tmp_path: Path) -> None:
     first, second = itertools.islice(candidates(5, 32, seed=7), 2)
     data = guarded(Rows([{"number": number} for number in range(32)], {5, first}), tmp_path)
@@ -176,22 +167,6 @@ def test_where_nothing_can_be_loaded_it_is_not_the_samples(tmp_path: Path) -> No
     data = guarded(Rows([{}] * 32, range(32)), tmp_path)
     with pytest.raises(DataSourceError, match=r"sample 5 \(ValueError.*not the samples but the code or the storage"):
         data.__getitems__([5])
-
-
-@pytest.mark.slow
-def test_a_group_of_grpo_gets_one_substitute(tmp_path: Path, tokenizer: Any) -> None:
-    groups: list[list[str]] = []
-
-    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        groups.extend(prompts[first : first + 4] for first in range(0, len(prompts), 4))
-        return [float(len(text)) for text in completions]
-
-    trainer = grpo_trainer(tmp_path, tokenizer, reward_funcs=reward, max_steps=16, callbacks=[SelfHealingCallback()])
-    trainer.train_dataset = Rows(trainer.train_dataset, BAD)
-    trainer.train()
-    assert set(names(tmp_path)) <= set(BAD)
-    assert names(tmp_path)
-    assert all(len(set(group)) == 1 for group in groups)
 
 
 # ---- what counts as bad ----
@@ -236,14 +211,6 @@ def test_what_fails_for_one_sample_alone_is_that_of_the_sample(tmp_path: Path, e
     assert data.wrapped.asked.count(instead) == 1
 
 
-def test_a_lost_connection_is_tried_again_where_nothing_is_replaced(tmp_path: Path, tokenizer: Any) -> None:
-    rows = Rows(rows_of(tokenizer, tmp_path), {5}, error=ConnectionError, times=2)
-    config = HealingConfig.conservative(api_retry_base_delay=0.0)
-    trainer = trainer_on(rows, tmp_path, tokenizer, config, max_steps=EPOCH)
-    trainer.train()
-    assert trainer.state.global_step == EPOCH
-
-
 def test_a_lost_connection_is_tried_again_in_place(tmp_path: Path, tokenizer: Any) -> None:
     rows = Rows(rows_of(tokenizer, tmp_path), {5}, error=ConnectionError, times=2)
     config = HealingConfig(api_retry_base_delay=0.0)
@@ -273,19 +240,6 @@ def test_a_sample_that_raises_an_odd_kind_of_exception_is_replaced(
 # ---- a resume ----
 
 
-def test_leaving_and_entering_again_changes_no_bit(tmp_path: Path, tokenizer: Any) -> None:
-    rows, result = rows_of(tokenizer, tmp_path), []
-    for interrupted in (False, True):
-        output_dir = tmp_path / str(interrupted)
-        trainer = plain_trainer(
-            output_dir, tokenizer, max_steps=12, callbacks=[RaisingAt("on_step_begin", 6)] if interrupted else None
-        )
-        trainer.train_dataset = Rows(rows, BAD)
-        SelfHealingTrainer(trainer, HealingConfig(api_retry_base_delay=0.0)).train()
-        result.append(weights(trainer))
-    assert_same_weights(result[1], result[0])
-
-
 # ---- the end of a run ----
 
 
@@ -298,14 +252,6 @@ def test_too_many_bad_samples_end_the_run_and_are_listed(tmp_path: Path, tokeniz
     assert trainer.state.global_step < EPOCH
     assert (tmp_path / "postmortem.json").exists()
     assert "quarantine.jsonl" in (tmp_path / "postmortem.json").read_text()
-
-
-def test_a_broken_source_ends_the_run_with_a_postmortem(tmp_path: Path, tokenizer: Any) -> None:
-    rows = Rows(rows_of(tokenizer, tmp_path), range(64))
-    trainer = trainer_on(rows, tmp_path, tokenizer, max_steps=EPOCH)
-    with pytest.raises(UnrecoverableTrainingError, match="not the samples but the code or the storage"):
-        trainer.train()
-    assert (tmp_path / "postmortem.json").exists()
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])

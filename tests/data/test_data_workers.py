@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_same_weights, journal, plain_trainer, quarantined, weights
-from test_data import BAD, Rows, guarded, names, rows_of, trainer_on
+from conftest import assert_same_weights, journal, plain_trainer, weights
+from test_data import BAD, Rows, guarded, names, rows_of
 from torch.utils.data import DataLoader
 
 from self_healing import HealingConfig, SelfHealingTrainer
@@ -34,18 +34,6 @@ class KilledOnce(Rows):
             self.flag.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
-
-
-@pytest.mark.slow
-def test_workers_and_the_training_process_choose_the_same_substitutes(tmp_path: Path, tokenizer: Any) -> None:
-    rows, found = rows_of(tokenizer, tmp_path), []
-    for workers in (0, 2):
-        output_dir = tmp_path / str(workers)
-        trainer = trainer_on(Rows(rows, BAD), output_dir, tokenizer, max_steps=8, dataloader_num_workers=workers)
-        trainer.train()
-        found.append((weights(trainer), {row["dataset_index"]: row["replaced_by"] for row in quarantined(output_dir)}))
-    assert found[0][1] == found[1][1]
-    assert_same_weights(found[0][0], found[1][0])
 
 
 class OwnProcesses:

@@ -44,14 +44,6 @@ def test_a_resume_does_not_touch_what_is_quarantined(tmp_path: Path, tokenizer: 
     assert_same_weights(weights(second), weights(first))
 
 
-def test_a_new_run_does_not_believe_an_old_one(tmp_path: Path, tokenizer: Any) -> None:
-    rows = rows_of(tokenizer, tmp_path)
-    trainer_on(Rows(rows, BAD), tmp_path, tokenizer, max_steps=EPOCH).train()
-    repaired = Rows(rows)
-    trainer_on(repaired, tmp_path, tokenizer, max_steps=EPOCH).train()
-    assert set(BAD) <= set(repaired.asked)
-
-
 def test_a_run_that_goes_on_reads_what_its_earlier_process_wrote(tmp_path: Path) -> None:
     Quarantine(tmp_path).watch("run 1", "data").add(BadSample("loading", "ValueError", "no", dataset_index=5))
     assert set(Quarantine(tmp_path).watch("run 1", "data").blocked) == {5}

@@ -101,16 +101,6 @@ def test_one_that_is_there_the_second_time_is_no_bad_sample(tmp_path: Path) -> N
     assert not (tmp_path / QUARANTINE_FILE).exists()
 
 
-def test_a_cause_names_five_of_many(tmp_path: Path) -> None:
-    loading = Loading(tmp_path, Rows(400, bad=range(300, 400)), max_bad_fraction=1.0)
-    samples = [loading.healer._known.that_raised("loading", ValueError("no"), dataset_index=n) for n in range(7)]  # type: ignore[union-attr]
-    loading.healer._report(samples, [])
-    assert loading.run.journal.incidents[0].cause.count(";") == 5
-    assert loading.run.journal.incidents[0].cause.endswith("; and 2 more")
-    loading.healer._report(samples[:5], [])
-    assert "more" not in loading.run.journal.incidents[1].cause
-
-
 @pytest.mark.parametrize(("bad", "ends"), [(2, False), (3, True)])
 def test_a_run_with_too_many_of_them_ends(tmp_path: Path, bad: int, ends: bool) -> None:
     # 2 % of 100 samples at least.
@@ -128,22 +118,6 @@ def test_a_run_with_too_many_of_them_ends(tmp_path: Path, bad: int, ends: bool) 
     incident = loading.run.journal.incidents[-1]
     assert incident.cause == "too many bad samples"
     assert incident.evidence == {"bad": 3, "limit": 2.0, "drawn": 4}
-
-
-@pytest.mark.parametrize(("bad", "more"), [(20, False), (21, True)])
-def test_twenty_of_them_are_named_where_it_ends(tmp_path: Path, bad: int, more: bool) -> None:
-    loading = Loading(tmp_path, Rows(40, bad=()))
-    with pytest.raises(UnrecoverableTrainingError) as raised:
-        loading.healer._end_for_too_many({n: "no" for n in range(bad)}, 0.0, 40)
-    assert ("; and 1 more in" in str(raised.value)) is more
-    assert (" more in " in str(raised.value)) is more
-    assert str(raised.value).count("(no)") == 20
-
-
-def test_in_a_small_data_set_the_fraction_is_of_its_rows(tmp_path: Path) -> None:
-    loading = Loading(tmp_path, Rows(20, bad=[0]), max_bad_fraction=0.02)
-    with pytest.raises(UnrecoverableTrainingError, match=r"allows \(0\)"):
-        loading.load(1)
 
 
 def test_later_in_a_run_the_fraction_is_of_what_was_drawn(tmp_path: Path) -> None:

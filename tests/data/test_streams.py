@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PanicException, assert_same_weights, quarantined, weights
+from conftest import assert_same_weights, quarantined, weights
 from datasets import Dataset, IterableDataset
-from test_data import BAD, Counted, known, rows_of, trainer_on
+from test_data import BAD, known, rows_of, trainer_on
 from torch.utils.data import DataLoader
 
 from self_healing.failures.retry import RetryPolicy
@@ -41,18 +41,6 @@ def test_a_stream_leaves_out_what_its_function_raises_for(tmp_path: Path, tokeni
     # Counted by each worker, of the shards it reads.
     assert found == {(0, 5, "cannot tokenise 5"), (*((1, 1) if workers else (0, 17)), "cannot tokenise 17")}
     assert len(quarantined(tmp_path)) == 2
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_torch_stream_that_lives_on_is_read_past_its_bad_samples(
-    tmp_path: Path, tokenizer: Any, workers: int
-) -> None:
-    stream = Counted(rows_of(tokenizer, tmp_path), BAD)
-    trainer = trainer_on(stream, tmp_path, tokenizer, max_steps=10, dataloader_num_workers=workers)
-    trainer.train()
-    assert trainer.state.global_step == 10
-    assert {row["error"] for row in quarantined(tmp_path)} == {f"cannot decode {index}" for index in BAD}
-    assert all(row["stream_ordinal"] is not None for row in quarantined(tmp_path))
 
 
 # ---- a healthy stream is what it would be without ----
@@ -169,13 +157,6 @@ def test_a_source_that_shuffles_by_itself_is_opened_anew_in_the_same_order(tmp_p
     assert torch.equal(torch.get_rng_state(), after)
 
 
-def test_a_stream_that_only_names_is_opened_anew_for_a_lost_connection(tmp_path: Path) -> None:
-    retry = RetryPolicy(attempts=3, initial_seconds=0.0).call
-    guard = Guard(known(tmp_path), seed=7, retry=retry, names_only=True)
-    stream = SelfShuffled(ConnectionError("reset"))
-    assert sorted(GuardedStream(stream, guard)) == list(range(32))
-
-
 def test_a_source_that_is_not_the_same_again_is_not_read_on(tmp_path: Path) -> None:
     orders = itertools.count()
     stream = SelfShuffled(ValueError("a glitch"), lambda length: torch.arange(length).roll(next(orders)))
@@ -221,20 +202,6 @@ def test_what_an_iterator_that_lives_on_raised_for_is_written_down(tmp_path: Pat
     given = [sample["number"] for sample in GuardedStream(Stumbling(past), guard)]
     assert given == [number for number in range(32) if number not in lost]
     assert [(row["stream_ordinal"], row["error"]) for row in quarantined(tmp_path)] == [(17, "a glitch")]
-
-
-def test_an_iterator_that_raises_for_the_same_sample_again_has_not_recovered(tmp_path: Path) -> None:
-    stream, guard = Stumbling(past=True), Guard(known(tmp_path), seed=7)
-
-    def load(number: int) -> dict[str, int]:
-        if number == 17:
-            raise ValueError("not a glitch")
-        return {"number": number}
-
-    stream.load = load  # type: ignore[method-assign]
-    assert [sample["number"] for sample in GuardedStream(stream, guard)] == [*range(17), *range(18, 32)]
-    assert len(quarantined(tmp_path)) == 1
-    assert guard.known.retried == []
 
 
 def test_without_its_guard_a_stream_goes_on_from_where_it_stands(tmp_path: Path) -> None:
@@ -354,20 +321,6 @@ def test_a_batch_that_raises_for_none_of_its_rows_alone_ends_the_run(tmp_path: P
     with pytest.raises(ValueError, match="ragged"):
         list(GuardedStream(numbered().map(ragged, batched=True), Guard(known(tmp_path), seed=7)))
     assert not quarantined(tmp_path)
-
-
-def tokenized_or_panic(row: dict[str, Any]) -> dict[str, Any]:
-    if row["number"] == 5:
-        raise PanicException
-    return row
-
-
-def test_a_stream_leaves_out_what_its_function_panics_for(tmp_path: Path) -> None:
-    rows = Dataset.from_list([{"number": number, "input_ids": [1]} for number in range(12)])
-    found = known(tmp_path)
-    stream = GuardedStream(rows.to_iterable_dataset().map(tokenized_or_panic), Guard(found, seed=1))
-    assert [row["number"] for row in stream] == [number for number in range(12) if number != 5]
-    assert [sample.error_type for sample in found.new] == ["PanicException"]
 
 
 # ---- a resume ----
