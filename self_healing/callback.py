@@ -18,8 +18,6 @@ from .config.schema import ConfigurationError
 from .failures.recipes import Action, HealingFailed, TrainingFault, UnrecoverableTrainingError
 from .healers.assembly import assemble, state_of
 from .healers.numerics.detectors.rules import MetricRule, load_rules
-from .healers.numerics.state import NumericsState
-from .healers.restarts.attempts import Attempts
 from .healers.restarts.ending import ending_the_job
 from .healers.restarts.preemption import Preemption
 from .healers.restarts.start import is_off, tell_of_unfinished
@@ -246,69 +244,66 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if self.run is not None:
             stop_speaking(self.run, sys.exception())
 
-    @property
-    def _instrument(self) -> Instrument | None:
-        """The instrument of the running `train()` call, unless we have switched ourselves off."""
-        if self.run is None:
-            return None
-        return None if self.run.broken else self.run.attached
-
     # ---- one optimizer step ----
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._instrument is not None:
-            self._instrument.epoch_begins()
+        run = self.run
+        if run is not None and not run.broken and run.attached is not None:
+            run.attached.epoch_begins()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        run, instrument = self.run, self._instrument
-        if run is not None and instrument is not None and instrument.attached:
-            instrument.step_begins()
-            states, failsafe, step = run.rollback.states, instrument.failsafe, int(state.global_step)
-            with failsafe.contained(), failsafe.together():
-                if states.step_begins(step, run.part(NumericsState).calm):
-                    states.take_snapshot(step)
+        run = self.run
+        if run is None or run.broken or run.attached is None or not run.attached.attached:
+            return
+        run.attached.step_begins()
+        states, failsafe, step = run.rollback.states, run.attached.failsafe, int(state.global_step)
+        with failsafe.contained(), failsafe.together():
+            if states.step_begins(step, run.numerics.calm):
+                states.take_snapshot(step)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._instrument is not None:
-            self._instrument.before_optimizer_step()
+        run = self.run
+        if run is not None and not run.broken and run.attached is not None:
+            run.attached.before_optimizer_step()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        run, instrument = self.run, self._instrument
+        run = self.run
         if run is None:
             return
-        attempts, step = run.part(Attempts), int(state.global_step)
-        if attempts.status is not None:
-            attempts.status.note_step(step)
-        if instrument is None:
+        if run.status is not None:
+            run.status.note_step(int(state.global_step))
+        if run.broken or run.attached is None:
             return
-        if instrument.leaving.leaves(run.asked_to_leave is not None):
+        leaving = run.attached.leaving
+        if leaving.leaves(run.asked_to_leave is not None):
             run.part(Preemption).begun = True
             # Saved now, whatever the schedule of checkpoints is; there is no time for an evaluation.
             control.should_save = control.should_training_stop = True
             if control.should_evaluate:
                 control.should_evaluate = False
-                instrument.leaving.owes_evaluation = True
+                leaving.owes_evaluation = True
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._instrument is not None:
-            self._instrument.epoch_ends()
+        run = self.run
+        if run is not None and not run.broken and run.attached is not None:
+            run.attached.epoch_ends()
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
-        run, instrument = self.run, self._instrument
-        if run is not None and instrument is not None and instrument.attached and logs:
-            with instrument.failsafe.contained():
+        run = self.run
+        if logs and run is not None and not run.broken and run.attached is not None and run.attached.attached:
+            with run.attached.failsafe.contained():
                 run.healers.read_logs(int(state.global_step), logs)
 
     # ---- checkpoints and callbacks ----

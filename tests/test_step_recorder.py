@@ -73,10 +73,10 @@ def test_a_process_that_is_ended_from_the_inside_leaves_its_last_steps(
 def test_a_log_that_cannot_be_written_costs_nothing_but_itself(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refused(self: StepLog, row: StepRow) -> None:
+    def refused(self: StepLog) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(StepLog, "add", refused)
+    monkeypatch.setattr(StepLog, "write", refused)
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
     OutputFault(trainer.model, strike=lambda number: number == 9)
     trainer.train()

@@ -156,12 +156,9 @@ class SaveHealer(Healer):
         if not self._told:
             self._tell(incident)
         if self._missing:
-            logger.warning(
-                "Step %d: checkpoints can be written again (%s). Missing: those of steps %s.",
-                step,
-                checkpoint,
-                ", ".join(map(str, self._missing)),
-            )
+            steps = ", ".join(map(str, self._missing))
+            missing = f"that of step {steps}" if len(self._missing) == 1 else f"those of steps {steps}"
+            logger.warning("Step %d: checkpoints can be written again (%s). Missing: %s.", step, checkpoint, missing)
         self._run.journal.closed(incident, "resolved", written=str(checkpoint), missing=list(self._missing))
         self._incident, self._missing = None, []
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 from ..hf.memory import memory_of, memory_taken
 from ..hf.step import Window
-from ..journal.step_log import StepLog, StepRow, step_log_of
+from ..journal.step_log import StepLog, step_log_of
 from ..run.healer import Healer
 from ..run.run import Run
 from .numerics.state import NumericsState
@@ -29,75 +28,66 @@ class StepRecorder(Healer):
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._numerics = run.part(NumericsState)
         self._log: StepLog | None = None
         self._incidents = len(run.journal.incidents)
         # When the last step was judged, and how long its update took.
-        self._judged: float | None = None
-        self._updated_in = _NAN
-        # What changes slowly: baseline and bound of the gradient norm; memory.
+        self._judged = self._updated_in = _NAN
+        # What changes slowly, looked at when the log is written: baseline and bound of the gradient norm; memory.
         self._bounds = (_NAN, _NAN)
         self._memory = (_NAN, _NAN, _NAN)
 
     def attach(self, first: bool) -> None:
+        if self._run.journal.rank == 0:
+            self._contained(self._begin)
+            self._run.instrument.on_detach.append(self._close)
+
+    def _begin(self) -> None:
         journal = self._run.journal
-        if journal.rank > 0:
-            return
-        instrument = self._run.instrument
-        about = {"run": journal.run_id, "memory_total": memory_of(instrument.view.device)}
-        with self._contained():
-            self._log = StepLog(step_log_of(journal.directory, journal.run_id), about)
-        instrument.on_detach.append(self._close)
+        about = {"run": journal.run_id, "memory_total": memory_of(self._run.instrument.view.device)}
+        log = StepLog(step_log_of(journal.directory, journal.run_id), about)
+        self._look_at_what_changes_slowly()
+        self._log = log
+
+    def _write(self) -> None:
+        if self._log is not None:
+            self._log.write()
+            self._look_at_what_changes_slowly()
 
     def judge(self, window: Window) -> None:
+        # All in one place, and an append at its end: it comes in every step.
         if self._log is None:
             return
-        with self._contained():
-            if self._log.due:
-                self._look_at_what_changes_slowly()
-            self._log.add(self._row(window))
+        journal, numerics, step, now = self._run.journal, self._numerics, window.step, time.perf_counter()
+        seconds, self._judged = now - self._judged, now
+        busy = loss = norm = _NAN
+        applied = numerics.applied
+        if applied is not None and applied.step == step and not window.skipped:
+            busy, loss = applied.seconds + self._updated_in, applied.loss
+            norm = _NAN if applied.grad_norm is None else applied.grad_norm
+            if math.isnan(seconds):
+                seconds = applied.seconds
+        if len(journal.incidents) != self._incidents:
+            # What was healed in it is no step.
+            self._incidents, busy = len(journal.incidents), _NAN
+        scale = numerics.learning_rate.scale(step)
+        self._log.kept.append(
+            (
+                *(step, 1, int(window.skipped), journal.attempt, time.time(), seconds, busy, loss, loss, norm, norm),
+                *(*self._bounds, numerics.schedule.rate * scale, scale, *self._memory),
+            )
+        )
+        if now >= self._log.due:
+            self._contained(self._write)
 
     def stepped(self) -> None:
-        if self._judged is not None:
-            self._updated_in = time.perf_counter() - self._judged
+        self._updated_in = time.perf_counter() - self._judged
 
     def process_ends(self) -> None:
-        with self._contained():
-            self._close()
-
-    def _row(self, window: Window) -> StepRow:
-        run, numerics, step = self._run, self._run.part(NumericsState), window.step
-        applied = numerics.applied
-        if applied is None or applied.step != step or window.skipped:
-            applied = None
-        now, before, self._judged = time.perf_counter(), self._judged, None
-        self._judged = now
-        computed_in = _NAN if applied is None else applied.seconds
-        seconds = computed_in if before is None else now - before
-        incidents, self._incidents = self._incidents, len(run.journal.incidents)
-        busy = computed_in + self._updated_in if incidents == self._incidents else _NAN
-        loss = _NAN if applied is None else applied.loss
-        norm = _NAN if applied is None or applied.grad_norm is None else applied.grad_norm
-        scale = numerics.learning_rate.scale(step)
-        return StepRow(
-            step,
-            1,
-            int(window.skipped),
-            run.journal.attempt,
-            time.time(),
-            seconds,
-            busy,
-            loss,
-            loss,
-            norm,
-            norm,
-            *self._bounds,
-            numerics.schedule.rate * scale,
-            scale,
-            *self._memory,
-        )
+        self._close()
 
     def _look_at_what_changes_slowly(self) -> None:
-        panel = self._run.part(NumericsState).panel
+        panel = self._numerics.panel
         if panel is not None:
             usual, bound = panel.gradient_level, panel.gradient_bound
             self._bounds = (_NAN if usual is None else usual, _NAN if bound is None else bound)
@@ -106,16 +96,13 @@ class StepRecorder(Healer):
     def _close(self) -> None:
         log, self._log = self._log, None
         if log is not None:
-            log.close()
+            self._contained(log.close)
 
-    @contextlib.contextmanager
-    def _contained(self) -> Iterator[None]:
+    def _contained(self, do: Callable[[], None]) -> None:
         try:
-            yield
+            do()
         except Exception as error:
-            with contextlib.suppress(Exception):
-                # Its file is let go of even where nothing can be written.
-                self._close()
+            self._log = None
             logger.warning(
                 "The step log in %s failed; training goes on without it, and the report will have no charts of each "
                 "step.",

@@ -78,7 +78,7 @@ def enter(
     before = run.attached
     moved = before.optimizer_step.weights_moved if before is not None else int(trainer.state.global_step) > 0
     run.trainer, run.healers = trainer, _healers_of(run)
-    run.attached = instrument = Instrument(
+    run.attached = run.instrument = instrument = Instrument(
         trainer,
         run.healers,
         heals_exceptions=run.config.on_nonfinite in ("heal", "skip"),
@@ -358,9 +358,8 @@ def end_run(run: Run, instrument: Instrument, step: int) -> None:
         **({"nonfinite": weights} if weights else {}),
         **run.part(NumericsState).rate_in_force(),
     )
-    status = run.part(Attempts).status
-    if status is not None and not leaves:
-        status.end(RunState.ENDED, step)
+    if run.status is not None and not leaves:
+        run.status.end(RunState.ENDED, step)
     _tell_what_to_know(run.part(NumericsState), step)
     if leaves and instrument.leaving.owes_evaluation and args.should_save:
         leave_evaluation(Path(args.output_dir or ".") / f"checkpoint-{step}")
@@ -630,13 +629,13 @@ class RunEvents(Healer):
         self._run.part(Shutdown).note_lost_device(error)
 
     def left_by(self, error: BaseException) -> None:
-        run, status = self._run, self._run.part(Attempts).status
+        run = self._run
         # The wrapper's outlives the call, and speaks of what becomes of the exception.
         stop_speaking(run, error)
         if run.wrapped:
             return
-        if status is not None and not run.broken:
-            status.end(RunState.STOPPED, run.step, describe_exception(error))
+        if run.status is not None and not run.broken:
+            run.status.end(RunState.STOPPED, run.step, describe_exception(error))
         if run.attached is not None:
             # Nothing else says that `train()` is over.
             run.attached.detach()

@@ -13,7 +13,7 @@ import math
 import os
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,39 +57,33 @@ class StepRow(NamedTuple):
 class StepLog:
     """Appends steps to the file of a run; one that is there is continued."""
 
-    def __init__(
-        self, path: Path, about: dict[str, Any], rows: int = ROWS, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, path: Path, about: dict[str, Any], rows: int = ROWS) -> None:
         self._path = path
         self._most = rows
-        self._clock = clock
         self._about = about
         self._stride = 1
-        self._merging: list[StepRow] = []
-        self._waiting: list[StepRow] = []
+        # Steps that are not written yet, as tuples of the columns of a `StepRow`. They are appended as they come.
+        self.kept: list[tuple[Any, ...]] = []
+        # When they are to be written next, by `time.perf_counter`.
+        self.due = -math.inf
         self._rows = 0
-        self._due = -math.inf
         self._continue()
 
-    @property
-    def due(self) -> bool:
-        """Whether the next step is written at once, and what changes slowly should be looked at."""
-        return self._clock() >= self._due
-
-    def add(self, row: StepRow) -> None:
-        """Takes in one step. Mostly it is only kept; about once a second all that is kept is written."""
-        self._merging.append(row)
-        if len(self._merging) >= self._stride:
-            self._merge()
-        if self.due:
-            self.flush()
-
-    def flush(self) -> None:
+    def write(self) -> None:
         """Writes what is kept; of a long run, but for the last steps that do not fill a row yet."""
-        if not self._waiting:
-            return
-        now = self._clock()
-        rows, self._waiting = self._waiting, []
+        whole = len(self.kept) - len(self.kept) % self._stride
+        self._write(whole)
+
+    def close(self) -> None:
+        """Writes all that is kept."""
+        self._write(len(self.kept))
+
+    def _write(self, count: int) -> None:
+        began = time.perf_counter()
+        rows: list[Any] = self.kept[:count]
+        if self._stride > 1:
+            rows = list(merged(map(StepRow._make, rows), self._stride))
+        del self.kept[:count]
         size = self._path.stat().st_size
         try:
             with self._path.open("ab") as file:
@@ -101,16 +95,8 @@ class StepLog:
         self._rows += len(rows)
         if self._rows > self._most:
             self._thin()
-        self._due = now + max(_EVERY, (self._clock() - now) / _SHARE)
-
-    def close(self) -> None:
-        """Writes all that is kept."""
-        self._merge()
-        self.flush()
-
-    def _merge(self) -> None:
-        self._waiting.extend(merged(self._merging, self._stride))
-        self._merging = []
+        now = time.perf_counter()
+        self.due = now + max(_EVERY, (now - began) / _SHARE)
 
     def _continue(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +116,7 @@ class StepLog:
         self._replace(rows)
         self._rows = len(rows)
 
-    def _replace(self, rows: Iterable[StepRow]) -> None:
+    def _replace(self, rows: Collection[StepRow]) -> None:
         about = {"schema": SCHEMA_VERSION, **self._about, "stride": self._stride, "row_bytes": _ROW.size}
         temporary = self._path.with_name(f"{self._path.name}.tmp")
         temporary.write_bytes(json.dumps(about).encode() + b"\n" + _packed(rows))
@@ -184,13 +170,13 @@ def _largest(rows: Iterable[StepRow], column: str) -> float:
     return max((getattr(row, column) for row in rows if math.isfinite(getattr(row, column))), default=_NAN)
 
 
-def _packed(rows: Iterable[StepRow]) -> bytes:
-    return b"".join(_ROW.pack(*row[:5], *map(_as_float32, row[5:])) for row in rows)
-
-
-def _as_float32(value: float) -> float:
-    # The loss of a model in double precision may be past what a float32 holds.
-    return math.inf if abs(value) > _LARGEST else value
+def _packed(rows: Collection[tuple[Any, ...]]) -> bytes:
+    try:
+        return b"".join([_ROW.pack(*row) for row in rows])
+    except OverflowError:
+        # The loss of a model in double precision may be past what a float32 holds.
+        rows = [(*row[:5], *[math.inf if abs(value) > _LARGEST else value for value in row[5:]]) for row in rows]
+        return b"".join([_ROW.pack(*row) for row in rows])
 
 
 def step_log_of(directory: Path, run: str) -> Path:

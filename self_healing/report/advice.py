@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +151,9 @@ def _concerned(incidents: Sequence[IncidentStory]) -> str:
 def _once(steps: Sequence[NextStep]) -> list[NextStep]:
     """Gives each advice once: a postmortem tells that of the incident that ended the run, and goes on from there."""
     kept: list[NextStep] = []
-    for step in steps:
+    for given in steps:
+        # Advice that enumerates, in a list that is numbered.
+        step = replace(given, text=re.sub(r"\(\d\) ", "", given.text))
         same = next((at for at, each in enumerate(kept) if each.text.startswith(step.text)), None)
         if same is None:
             kept.append(step)

@@ -134,7 +134,7 @@ class _Reader:
             incidents=incidents,
             notices=tell_notices(self.events),
             goodput=goodput(self.rows, incidents, attempts, until, state.step),
-            budgets=budgets(started.get("limits", {}), incidents, recovery, state.step),
+            budgets=budgets(started.get("limits", {}), incidents, recovery, self.summary.lr_reductions, state.step),
             attempts=attempts,
             ranks=self._ranks(),
             quarantine=quarantine,

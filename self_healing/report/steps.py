@@ -153,11 +153,15 @@ def _between(attempts: Sequence[Entry]) -> float:
 
 
 def budgets(
-    limits: Mapping[str, Any], incidents: Sequence[IncidentStory], recovery: Mapping[str, Any], step: int
+    limits: Mapping[str, Any],
+    incidents: Sequence[IncidentStory],
+    recovery: Mapping[str, Any],
+    reductions: int,
+    step: int,
 ) -> list[Budget]:
     """
     Reckons what is left of the budgets of a run: `limits` are settings as it began with them, `recovery` is what its
-    record says of budget and learning rate.
+    record says, `reductions` what its journal says of the learning rate.
     """
     if not limits:
         return []
@@ -170,7 +174,6 @@ def budgets(
         if each.step > step - window and Action.SKIP_STEP in each.actions and Action.ROLL_BACK not in each.actions
     ]
     spikes = [each for each in skips if each.symptom in ("co_spike", "gradient_spike", "gradient_explosion")]
-    reduced = sum(each.actions.count(Action.REDUCE_LEARNING_RATE) for each in incidents)
     return [
         Budget(
             "recoveries without progress",
@@ -197,7 +200,7 @@ def budgets(
         Budget(
             "reductions of the learning rate",
             "max_lr_reductions",
-            int(recovery.get("learning_rate", {}).get("reductions", reduced)),
+            int(recovery.get("learning_rate", {}).get("reductions", reductions)),
             limits["max_lr_reductions"],
             "How often the rate may be reduced; a failure after that ends the run.",
         ),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from transformers import TrainingArguments
 
@@ -59,101 +58,57 @@ class Healer(Hooks):
         return None
 
 
-_Event = TypeVar("_Event", bound=Callable[..., Any])
-
-
-def _each(event: _Event) -> _Event:
-    """Passes an event on to all healers that take part in it."""
-    name = event.__name__
-
-    def tell(healers: Healers, *args: Any, **kwargs: Any) -> None:
-        for healer in healers.taking_part[name]:
-            getattr(healer, name)(*args, **kwargs)
-
-    return cast(_Event, tell)
-
-
-def _any(question: _Event) -> _Event:
-    """Asks healers until one says yes."""
-    name = question.__name__
-
-    def ask(healers: Healers, *args: Any, **kwargs: Any) -> bool:
-        return any(getattr(healer, name)(*args, **kwargs) for healer in healers.taking_part[name])
-
-    return cast(_Event, ask)
-
-
 class Healers(Healer):
-    """The healers of a `train()` call, in their order: each event of an instrument goes to those that take part."""
+    """
+    The healers of a `train()` call, in their order: each event goes to those that take part in it, and to nobody else.
+    """
 
     def __init__(self, healers: Sequence[Healer]) -> None:
-        # Some events come several times a step, and most healers take part in few of them.
-        self.taking_part = {
-            event: tuple(each for each in healers if getattr(type(each), event) is not getattr(Healer, event))
-            for event in dir(Healer)
-            if not event.startswith("_")
-        }
+        self._healers = tuple(healers)
+        # Bound once: some come several times a step, and most are for one healer, which is then called directly.
+        for event in _EVENTS:
+            told = self._taking_part(event)
+            if told:
+                setattr(self, event, told[0] if len(told) == 1 else _to_each(told))
+        self._metrics = self._taking_part("metrics")
 
-    # What is attached later is called first.
-    attach = _each(Healer.attach)
-    read_logs = _each(Healer.read_logs)
-    recomputed = _each(Healer.recomputed)
-    heal_interrupted_step = _each(Healer.heal_interrupted_step)
-    last_step_taken = _each(Healer.last_step_taken)
-    run_ends = _each(Healer.run_ends)
-    process_ends = _each(Healer.process_ends)
-
-    @property
-    def has_claim(self) -> bool:
-        return any(each.has_claim for each in self.taking_part["has_claim"])
-
-    def claims(self, error: BaseException) -> list[Claim]:
-        """Asks whose the exception is that left `train()`; the first claim heals it."""
-        return [claim for each in self.taking_part["claim"] if (claim := each.claim(error)) is not None]
-
-    # ---- the events of the instrument ----
-
-    fetched = _each(Healer.fetched)
-    fetch_failed = _each(Healer.fetch_failed)
-
-    @property
-    def heals_memory(self) -> bool:
-        return any(each.heals_memory for each in self.taking_part["heals_memory"])
-
-    handle_oom = _any(Healer.handle_oom)
-    handle_oom_in_optimizer_step = _any(Healer.handle_oom_in_optimizer_step)
-    oom_on_one_rank = _each(Healer.oom_on_one_rank)
-    on_success = _each(Healer.on_success)
-    judge = _each(Healer.judge)
-
-    def bounds(self, window: Window) -> tuple[float, float] | None:
-        return next((each.bounds(window) for each in self.taking_part["bounds"]), None)
-
-    before_optimizer_step = _each(Healer.before_optimizer_step)
-    about_to_step = _each(Healer.about_to_step)
-
-    def rate_scale(self, step: int) -> float:
-        return math.prod(each.rate_scale(step) for each in self.taking_part["rate_scale"])
-
-    stepped = _each(Healer.stepped)
+    def _taking_part(self, event: str) -> tuple[Callable[..., Any], ...]:
+        inherited = getattr(Healer, event)
+        return tuple(getattr(each, event) for each in self._healers if getattr(type(each), event) is not inherited)
 
     def metrics(self, training: bool, summary: bool) -> dict[str, float]:
         found: dict[str, float] = {}
-        for each in self.taking_part["metrics"]:
-            found.update(each.metrics(training, summary))
+        for metrics in self._metrics:
+            found.update(metrics(training, summary))
         return found
 
-    checkpoints_wait = _any(Healer.checkpoints_wait)
-    owes_checkpoint = _any(Healer.owes_checkpoint)
-    checkpoint_waits = _each(Healer.checkpoint_waits)
-    verify_state = _each(Healer.verify_state)
-    before_save = _each(Healer.before_save)
-    after_save = _each(Healer.after_save)
-    before_best_model = _each(Healer.before_best_model)
-    left_by = _each(Healer.left_by)
-    device_lost = _each(Healer.device_lost)
-    broken = _each(Healer.broken)
-    ends_the_job = _each(Healer.ends_the_job)
+    @property
+    def heals_memory(self) -> bool:
+        return any(each.heals_memory for each in self._healers)
+
+    @property
+    def has_claim(self) -> bool:
+        return any(each.has_claim for each in self._healers)
+
+    def claims(self, error: BaseException) -> list[Claim]:
+        """Asks whose the exception is that left `train()`; the first claim heals it."""
+        return [claim for each in self._healers if (claim := each.claim(error)) is not None]
+
+
+# Questions among them are answered by one healer each.
+_EVENTS = tuple(
+    name
+    for name, event in {**vars(Hooks), **vars(Healer)}.items()
+    if callable(event) and not name.startswith("_") and name not in ("metrics", "claim")
+)
+
+
+def _to_each(told: tuple[Callable[..., Any], ...]) -> Callable[..., None]:
+    def tell(*args: Any, **kwargs: Any) -> None:
+        for each in told:
+            each(*args, **kwargs)
+
+    return tell
 
 
 # ---- claims: the incident that an exception which left `train()` belongs to, and its remedy ----

@@ -127,13 +127,9 @@ class Outcomes:
         # Knows which losses are usual for the run: its `NumericsState`.
         self.baseline: Any = None
         self._awaited: list[_Awaited] = []
-        # After these the run went back, and it is not known yet whether that helped.
+        # After these the run went back, and it is not known yet whether that helped: nothing new is trusted.
         self._went_back_for: set[str] = set()
-
-    @property
-    def rollback_in_doubt(self) -> bool:
-        """Whether the run went back lately and it is not known yet whether that helped: nothing new is trusted."""
-        return bool(self._went_back_for)
+        self.rollback_in_doubt = False
 
     def wait_for(self, incident: Incident) -> None:
         """Judges an incident by the healthy steps that follow it; steps that are done again do not follow it yet."""
@@ -161,7 +157,7 @@ class Outcomes:
             if Action.ROLL_BACK in awaited.incident.actions and awaited.incident is not incident:
                 # It has come back before it could be told whether it was gone.
                 self._awaited.remove(awaited)
-                self._went_back_for.discard(awaited.incident.id)
+                self._settled(awaited.incident)
                 self._journal.closed(awaited.incident, "unresolved", relapse=incident.id)
 
     def nothing_lost_since(self, step: int) -> None:
@@ -184,7 +180,7 @@ class Outcomes:
     def ends_with(self, incident: Incident) -> None:
         """The run ends with an incident: those before it that it has not come beyond since were not healed either."""
         self._stop_waiting_for(incident)
-        self._went_back_for.discard(incident.id)
+        self._settled(incident)
         behind = [each for each in self._awaited if incident.step <= each.incident.step]
         not_passed = [each.incident for each in behind if not each.after or _came_back(each.incident, incident)]
         in_vain = [each for each in self._journal.incidents if each.outcome in HEALED and each.is_like(incident)]
@@ -205,9 +201,14 @@ class Outcomes:
     def _note_rollback(self, incident: Incident) -> None:
         if Action.ROLL_BACK in incident.actions:
             self._went_back_for.add(incident.id)
+            self.rollback_in_doubt = True
+
+    def _settled(self, incident: Incident) -> None:
+        self._went_back_for.discard(incident.id)
+        self.rollback_in_doubt = bool(self._went_back_for)
 
     def _close(self, awaited: _Awaited) -> None:
-        self._went_back_for.discard(awaited.incident.id)
+        self._settled(awaited.incident)
         trend = awaited.trend
         self._journal.closed(
             awaited.incident,

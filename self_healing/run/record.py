@@ -189,36 +189,13 @@ class RunRecord:
 
 PROGRESS_FILE = "healing_progress.bin"
 # Attempt (0 without a record) and optimizer steps finished, little endian.
-_MARK = struct.Struct("<qq")
-
-
-class ProgressMark:
-    """Keeps the mark of one process."""
-
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._file: int | None = os.open(directory / PROGRESS_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-
-    def note_step(self, attempt: int, step: int) -> None:
-        """Marks the attempt, and the optimizer steps finished."""
-        if self._file is None:
-            return
-        try:
-            os.pwrite(self._file, _MARK.pack(attempt, step), 0)
-        except OSError:
-            self.close()
-
-    def close(self) -> None:
-        """Lets go of the file, which stays."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+MARK = struct.Struct("<qq")
 
 
 def read_mark(directory: Path) -> tuple[int, int] | None:
     """Reads the attempt and the step that were marked last."""
     try:
-        attempt, step = _MARK.unpack((directory / PROGRESS_FILE).read_bytes())
+        attempt, step = MARK.unpack((directory / PROGRESS_FILE).read_bytes())
     except (OSError, struct.error):
         return None
     return int(attempt), int(step)

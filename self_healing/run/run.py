@@ -27,6 +27,7 @@ from ..system import processes
 from ..system.files import jsonable
 from .healer import Healers, Remedies
 from .incidents import OpenIncident, Outcomes
+from .status import StatusKeeper
 
 
 Part = TypeVar("Part")
@@ -64,8 +65,12 @@ class Run:
     # The trainer that is healed, and what is attached to it for the time of one `train()` call.
     trainer: Any = None
     attached: Instrument | None = None
+    # The same, once it was attached for the first time.
+    instrument: Instrument = field(init=False)
     healers: Healers = field(default_factory=lambda: Healers(()))
     terminal: Terminal | None = None
+    # Told to those who look into the output directory, by the first process.
+    status: StatusKeeper | None = None
     # Code of ours has failed: training goes on without it.
     broken: bool = False
     device_lost: bool = False
@@ -90,13 +95,6 @@ class Run:
     def step(self) -> int:
         """Optimizer steps finished; 0 while no trainer is attached."""
         return 0 if self.attached is None else self.attached.view.step
-
-    @property
-    def instrument(self) -> Instrument:
-        """The instrument of the trainer that is attached."""
-        if self.attached is None:
-            raise RuntimeError("the callback is not attached to a running trainer")
-        return self.attached
 
     @property
     def may_enter_again(self) -> bool:
@@ -178,18 +176,16 @@ class RankNotices:
     incidents of its own.
     """
 
+    # Whether this rank has something to tell.
+    waiting: bool = False
     _untold: list[tuple[str, Callable[[], Record]]] = field(default_factory=list)
     _takers: dict[str, Callable[[int, Record], None]] = field(default_factory=dict)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether this rank has something to tell."""
-        return bool(self._untold)
 
     def tell(self, subject: str, record: Callable[[], Record]) -> None:
         """Tells the other ranks, when all of them meet the next time. Does nothing in a job of one process."""
         if processes.world_size() > 1:
             self._untold.append((subject, record))
+            self.waiting = True
 
     def on(self, subject: str, take: Callable[[int, Record], None]) -> None:
         """Has what other ranks tell taken in."""
@@ -199,7 +195,8 @@ class RankNotices:
         """Tells, and takes in what the others tell; every rank has to come."""
         if processes.world_size() == 1:
             return
-        # Told from other threads as well.
+        # In this order: told from other threads as well.
+        self.waiting = False
         told = self._untold[:]
         content = json.dumps([[subject, jsonable(record())] for subject, record in told])
         of_all = votes.from_every_rank(NEWS, content, device)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..system.files import replace_file
 from ..system.processes import Process, State, state_of
-from .record import PROGRESS_FILE, WRITING, ExitReason, ProgressMark, read_mark
+from .record import MARK, PROGRESS_FILE, WRITING, ExitReason, read_mark
 
 
 logger = logging.getLogger("self_healing")
@@ -124,7 +124,8 @@ class StatusKeeper:
     directory: Path
     status: RunStatus | None = None
     _attempt: int = 0
-    _mark: ProgressMark | None = None
+    # The file of the mark.
+    _mark: int | None = None
 
     def begin(self, run: str, journal: Path, step: int, max_steps: int, attempt: int) -> None:
         """`train()` is entered."""
@@ -141,7 +142,8 @@ class StatusKeeper:
         self._write()
         if self._mark is None:
             try:
-                self._mark = ProgressMark(self.directory)
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._mark = os.open(self.directory / PROGRESS_FILE, os.O_RDWR | os.O_CREAT, 0o644)
             except OSError as error:
                 text = "%s cannot be kept (%s): after a kill, the step it came to will not be known."
                 logger.warning(text, PROGRESS_FILE, error)
@@ -150,7 +152,10 @@ class StatusKeeper:
     def note_step(self, step: int) -> None:
         """Marks the step the run is at."""
         if self._mark is not None:
-            self._mark.note_step(self._attempt, step)
+            try:
+                os.pwrite(self._mark, MARK.pack(self._attempt, step), 0)
+            except OSError:
+                self._let_go_of_mark()
 
     def end(self, state: RunState, step: int, why: str = "") -> None:
         """The run is over for this process; what was written first counts."""
@@ -160,9 +165,12 @@ class StatusKeeper:
                 return
             self.status = replace(self.status, state=state, step=step, since=time.time(), why=why)
             self._write()
-        if self._mark is not None:
-            self._mark.close()
-            self._mark = None
+        self._let_go_of_mark()
+
+    def _let_go_of_mark(self) -> None:
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            os.close(mark)
 
     def end_attempt(self, ending: ExitReason, step: int, why: str) -> None:
         """The same, of a run whose record is kept."""

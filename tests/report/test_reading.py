@@ -74,8 +74,7 @@ class MadeUpDirectory:
 
     def steps(self, *rows: StepRow) -> None:
         log = StepLog(step_log_of(self.path, self.run), {"run": self.run})
-        for row in rows:
-            log.add(row)
+        log.kept.extend(rows)
         log.close()
 
     def checkpoint(self, step: int, standing: Any = "verified", run: str | None = None) -> Path:
@@ -152,13 +151,13 @@ def test_a_postmortem_says_what_to_do(made_up: MadeUpDirectory) -> None:
     content = {
         "run": "run",
         "verdict": "it failed",
-        "what_to_do": "Mend it.",
+        "what_to_do": "(1) Mend it. (2) Go on.",
         "resume_with": "train(1)",
         "error": None,
     }
     (made_up.path / "postmortem.json").write_text(json.dumps(content))
     first, second = read_run(made_up.path).next_steps
-    assert (first.text, first.why, second.command) == ("Mend it.", "it failed.", "train(1)")
+    assert (first.text, first.why, second.command) == ("Mend it. Go on.", "it failed.", "train(1)")
 
 
 def test_where_a_new_run_is_asked_for_nothing_says_to_resume(made_up: MadeUpDirectory) -> None:
@@ -170,8 +169,11 @@ def test_where_a_new_run_is_asked_for_nothing_says_to_resume(made_up: MadeUpDire
     made_up.checkpoint(10)
     content = {"run": "run", "failure": "learning_rate", "what_to_do": "Begin a new run.", "resume_with": "train(1)"}
     (made_up.path / "postmortem.json").write_text(json.dumps(content))
-    told = [step.text for step in read_run(made_up.path).next_steps]
+    report = read_run(made_up.path)
+    told = [step.text for step in report.next_steps]
     assert told[0] == "Begin a new run."
+    # Without a record of the run, the journal says how often: one action may reduce the rate several times.
+    assert {each.setting: each.used for each in report.budgets}["max_lr_reductions"] == 4
     assert not [text for text in told if text.startswith("Resume") or "learning_rate=" in text]
 
 

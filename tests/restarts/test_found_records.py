@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from self_healing.run.record import (
+    MARK,
     PROGRESS_FILE,
     RECORD_FILE,
     ExitReason,
-    ProgressMark,
     RunRecord,
     UnreadableRecordError,
     read_mark,
@@ -122,8 +122,7 @@ class TestARecord:
     def test_takes_in_how_far_the_killed_process_came(
         self, tmp_path: Path, attempt: int, step: int, last: int
     ) -> None:
-        mark = ProgressMark(tmp_path)
-        mark.note_step(attempt, step)
+        (tmp_path / PROGRESS_FILE).write_bytes(MARK.pack(attempt, step))
         assert self.read(tmp_path).newest.last_step == last
 
     def test_counts_the_processes_and_keeps_the_newest_ones(self, tmp_path: Path) -> None:
@@ -136,13 +135,6 @@ class TestARecord:
 
 
 class TestAMark:
-    def test_is_read_back_and_stays_when_it_is_closed(self, tmp_path: Path) -> None:
-        mark = ProgressMark(tmp_path / "run")
-        mark.note_step(3, 7)
-        mark.close()
-        mark.note_step(3, 8)
-        assert read_mark(tmp_path / "run") == (3, 7)
-
     @pytest.mark.parametrize("content", [None, b"", b"torn"])
     def test_that_is_not_there_or_torn_says_nothing(self, tmp_path: Path, content: bytes | None) -> None:
         if content is not None:

@@ -37,8 +37,6 @@ class Attempts:
     """
 
     run: Run
-    # Told to those who look into the output directory, by the first process.
-    status: StatusKeeper | None = None
     # The emergency checkpoint that the next entry goes on from.
     resume_point: ResumePoint | None = None
     record: RunRecord | None = None
@@ -99,9 +97,9 @@ class Attempts:
         run = self.run
         if run.journal.rank != 0:
             return
-        self.status = self.status or StatusKeeper(output_dir)
+        run.status = run.status or StatusKeeper(output_dir)
         number = 0 if self.record is None else self.record.newest.number
-        self.status.begin(run.run_id, run.journal.path, run.step, max_steps, number)
+        run.status.begin(run.run_id, run.journal.path, run.step, max_steps, number)
 
     # ---- this process's part ----
 
@@ -141,8 +139,8 @@ class Attempts:
             self.run.journal.set_aside_postmortem()
         newest = record.newest
         newest.ending, newest.why, newest.last_step = ending, why, max(newest.last_step, self.run.step)
-        if self.status is not None:
-            self.status.end_attempt(ending, newest.last_step, why)
+        if self.run.status is not None:
+            self.run.status.end_attempt(ending, newest.last_step, why)
         record.postmortem = self.postmortem
         self.write()
 

@@ -159,8 +159,8 @@ class Preemption:
             run.numerics.close_outcomes()
             opened.close("unresolved" if checkpoint is None else "resolved")
         attempts.end(*self._ending(name))
-        if attempts.status is not None:
-            attempts.status.end(RunState.LEFT, step, name)
+        if run.status is not None:
+            run.status.end(RunState.LEFT, step, name)
         raise self.raised or SystemExit(code)
 
     def _ending(self, why: str) -> tuple[ExitReason, str]:
