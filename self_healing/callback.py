@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from .checkpoints.choice import CheckpointError
+from .checkpoints.choice import CheckpointError, refuse_unwritable
 from .checkpoints.marker import healing_state_of
 from .config.healing_config import HealingConfig, as_config
 from .config.schema import ConfigurationError
@@ -22,10 +22,8 @@ from .healers.restarts.ending import ending_the_job
 from .healers.restarts.preemption import Preemption
 from .healers.restarts.start import is_off, tell_of_unfinished
 from .healers.train_begin_end import (
-    begin_run,
     end_run,
     enter,
-    heal_the_last_step,
     pause_speaking,
     start_speaking,
     stop_speaking,
@@ -116,9 +114,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
 
     # ---- a run begins and ends ----
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self._trainer or find_trainer(self)
         if trainer is None:
             with speaking_of(args):
@@ -129,8 +125,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             return
         # transformers raises a KeyError at the next save for a stateful callback that the checkpoint resumed from
         # does not know (Trainer._save_checkpoint, 5.23).
-        stateful: Any = state.stateful_callbacks
-        stateful.setdefault(type(self).__name__, self.state())
+        state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if self.off:
             return
         resumed_from = find_resume_path()
@@ -180,13 +175,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             if is_off(self.config, args):
                 self.run = None
                 return
-        self.run = run = adopted or assemble(
-            self.config,
-            Path(self.config.healing_dir or args.output_dir),
-            rank=args.process_index,
-            run_id=begin_run(args),
-            device=args.device,
-        )
+            refuse_unwritable(args)
+        directory = Path(self.config.healing_dir or args.output_dir)
+        self.run = run = adopted or assemble(self.config, directory, rank=args.process_index, device=args.device)
         if self.config != run.config:
             # restore_callback_states_from_checkpoint=True has built this object from a checkpoint.
             self.reconfigure(run.config)
@@ -216,9 +207,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             saved = healing_state_of(state.stateful_callbacks)
         return saved if state.global_step > 0 else None
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run, left_by = self.run, None
         if run is None or run.attached is None:
             return
@@ -226,8 +215,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         failsafe = instrument.failsafe
         try:
             if not run.broken and instrument.attached:
-                with failsafe.contained(), failsafe.together():
-                    heal_the_last_step(run)
+                # What the last step has left would be handed over as trained. All ranks have to come.
+                with failsafe.contained(), failsafe.together(), run.heartbeat.section("judge"):
+                    run.healers.last_step_taken()
             # All is trained: what fails here is no reason to lose it.
             with failsafe.contained():
                 end_run(run, instrument, int(state.global_step))
@@ -246,35 +236,31 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
 
     # ---- one optimizer step ----
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self.run
         if run is not None and not run.broken and run.attached is not None:
             run.attached.epoch_begins()
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self.run
         if run is None or run.broken or run.attached is None or not run.attached.attached:
             return
         run.attached.step_begins()
-        states, failsafe, step = run.rollback.states, run.attached.failsafe, int(state.global_step)
-        with failsafe.contained(), failsafe.together():
+        states, step = run.rollback.states, int(state.global_step)
+        try:
             if states.step_begins(step, run.numerics.calm):
                 states.take_snapshot(step)
+        except Exception:
+            # Entered only where they are needed: this comes in every step.
+            with run.attached.failsafe.contained(), run.attached.failsafe.together():
+                raise
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self.run
         if run is not None and not run.broken and run.attached is not None:
             run.attached.before_optimizer_step()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self.run
         if run is None:
             return
@@ -291,16 +277,12 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 control.should_evaluate = False
                 leaving.owes_evaluation = True
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self.run
         if run is not None and not run.broken and run.attached is not None:
             run.attached.epoch_ends()
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         run = self.run
         if logs and run is not None and not run.broken and run.attached is not None and run.attached.attached:
             with run.attached.failsafe.contained():
@@ -314,9 +296,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             folder = str(args.output_dir)
             hide_from_uploads(folder, self.config.healing_dir, hide=not self.config.upload_healing_files)
 
-    def on_push_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Also after training, when `trainer.push_to_hub()` is called.
         folder = str(args.output_dir)
         try:

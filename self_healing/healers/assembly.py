@@ -50,7 +50,7 @@ def assemble(
     device: torch.device = HOST,
 ) -> Run:
     """Builds a run, with all the remedies it may need."""
-    run_id = run_id or votes.from_first_rank("name of the run", new_run_id, device)
+    run_id = run_id or votes.from_first_rank("a run begins", new_run_id, device)
     journal = Journal(directory, config, run_id, rank)
     run = Run(
         config=config,

@@ -96,7 +96,7 @@ class StepRecorder(Healer):
     def _close(self) -> None:
         log, self._log = self._log, None
         if log is not None:
-            self._contained(log.close)
+            self._contained(log.write)
 
     def _contained(self, do: Callable[[], None]) -> None:
         try:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint, refuse_unwritable
+from ..checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint
 from ..checkpoints.marker import TrustLevel, healing_state_of, write_marker
 from ..checkpoints.vetting import vet_weights
 from ..failures.classify import describe_exception
@@ -29,7 +29,6 @@ from ..ranks import votes
 from ..report.output import ClosingReport
 from ..report.verdict import movement_of
 from ..run.healer import Healer, Healers
-from ..run.record import new_run_id
 from ..run.run import REFUND_STEPS, Run
 from ..run.status import RunState
 from ..system import processes
@@ -60,11 +59,7 @@ logger = logging.getLogger("self_healing")
 
 
 # Settings by which a report reckons what is left of the budgets of a run.
-_LIMITS = (
-    "max_recovery_attempts",
-    "max_skipped_fraction",
-    "max_lr_reductions",
-)
+_LIMITS = ("max_recovery_attempts", "max_skipped_fraction", "max_lr_reductions")
 
 
 def enter(
@@ -208,12 +203,6 @@ def _healers_of(run: Run) -> Healers:
 # ---- entry checks ----
 
 
-def begin_run(args: Any) -> str:
-    """Sees that checkpoints can be written."""
-    refuse_unwritable(args)
-    return votes.from_first_rank("a run begins", new_run_id, args.device)
-
-
 def refuse_damaged_checkpoint(run: Run, checkpoint: Path) -> None:
     """Looks at the checkpoint that was resumed from: the Trainer takes the newest, whatever it lacks."""
     refused: list[CheckpointError] = []
@@ -331,12 +320,6 @@ def warn_about_the_rate(instrument: Instrument, checkpoint: str | None) -> None:
 _MANY = 0.2
 
 
-def heal_the_last_step(run: Run) -> None:
-    """Heals what the last step has left, which would be handed over as trained. All ranks have to come."""
-    with run.heartbeat.section("judge"):
-        run.healers.last_step_taken()
-
-
 def end_run(run: Run, instrument: Instrument, step: int) -> None:
     """Closes what is open, and gives the trainer back as it was."""
     args, leaves = instrument.trainer.args, run.part(Preemption).begun
@@ -369,19 +352,6 @@ def end_run(run: Run, instrument: Instrument, step: int) -> None:
         run.checksums.wait()
     elif run.part(Attempts).record is None and step < instrument.trainer.state.max_steps:
         run.part(Preemption).leave(step, str(args.output_dir))
-
-
-def tell_of_best_model(run: Run, best: str, reason: str) -> None:
-    """Tells that the best checkpoint could not be loaded."""
-    run.journal.event("best_model_passed_over", run.step, path=best, reason=reason)
-    logger.error(
-        "Step %d: the best checkpoint, %s, is not loaded, because its weights cannot be used: %s. The weights at the "
-        "end of this run are not the best: they are those of the last step. Nothing of the run is lost; evaluate them "
-        "before you use them.",
-        run.step,
-        best,
-        reason,
-    )
 
 
 def _tell_what_to_know(numerics: NumericsState, steps: int) -> None:
@@ -613,15 +583,24 @@ class RunEvents(Healer):
             logger.warning("%s could not be marked as complete.", checkpoint, exc_info=True)
 
     def before_best_model(self) -> None:
-        state, args = self._run.trainer.state, self._run.trainer.args
-        best = state.best_model_checkpoint
-        if not args.load_best_model_at_end or best is None:
+        run, trainer = self._run, self._run.trainer
+        state, best = trainer.state, trainer.state.best_model_checkpoint
+        if not trainer.args.load_best_model_at_end or best is None:
             return
-        reason = votes.looked_up_by_first_rank("best model", lambda: vet_weights(Path(best)), args.device)
-        if reason is not None:
-            # The weights of the last step stay.
-            state.best_model_checkpoint = state.best_metric = state.best_global_step = None
-            tell_of_best_model(self._run, best, reason)
+        reason = votes.looked_up_by_first_rank("best model", lambda: vet_weights(Path(best)), trainer.args.device)
+        if reason is None:
+            return
+        # The weights of the last step stay.
+        state.best_model_checkpoint = state.best_metric = state.best_global_step = None
+        run.journal.event("best_model_passed_over", run.step, path=best, reason=reason)
+        logger.error(
+            "Step %d: the best checkpoint, %s, is not loaded, because its weights cannot be used: %s. The weights at "
+            "the end of this run are not the best: they are those of the last step. Nothing of the run is lost; "
+            "evaluate them before you use them.",
+            run.step,
+            best,
+            reason,
+        )
 
     def device_lost(self, error: BaseException) -> None:
         # First, so that the postmortem has the ranks in it.

@@ -93,6 +93,20 @@ class Incident:
         """Rows of batches, and samples of the data, that it put into quarantine."""
         return sum(len(self.evidence[kind]) for kind in ("rows", "samples") if kind in self.evidence)
 
+    @property
+    def rolled_back(self) -> bool:
+        """Whether the run went back to a trusted state, and on from there."""
+        return Action.ROLL_BACK in self.actions and Action.STOP not in self.actions
+
+    @property
+    def shown_severity(self) -> str:
+        """As its failure or its metric rule has it; one that was rolled back did not end the run."""
+        if self.failure is None or self.rolled_back:
+            return "warning"
+        if self.failure is FailureType.RED_FLAG and self.severity is not None:
+            return self.severity
+        return FAILURE_RECIPES[self.failure].severity
+
     def is_like(self, other: Incident) -> bool:
         """Whether another one is the same event, seen by another rank."""
         mine, theirs = ((each.step, each.symptom, each.failure, each.cause) for each in (self, other))
@@ -161,9 +175,8 @@ def describe(incident: Incident) -> str:
     tensors = incident.evidence.get("tensors")
     if tensors:
         failure += f" In: {', '.join(map(str, tensors[:5]))}."
-    healed = Action.ROLL_BACK in incident.actions and Action.STOP not in incident.actions
     advice = incident.evidence.get("remedy") or (
-        FAILURE_RECIPES[incident.failure].advice if incident.failure in _ADVISED and not healed else ""
+        FAILURE_RECIPES[incident.failure].advice if incident.failure in _ADVISED and not incident.rolled_back else ""
     )
     if advice:
         failure += f" What to do: {advice}"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.healing_config import HealingConfig
-from ..failures.recipes import FAILURE_RECIPES, Action, FailureType, Severity, Symptom
+from ..failures.recipes import Action, FailureType, Severity, Symptom
 from ..system import processes
 from ..system.files import EVENTS_FILE, POSTMORTEM_FILE, append_line, jsonable, of_rank, rank_in, replace_file
 from ..system.processes import log_safely
@@ -35,14 +35,7 @@ SCHEMA_VERSION = 1
 class Journal:
     """Writes events to `healing_events.jsonl`, and reports them to log, trackio and callbacks."""
 
-    def __init__(
-        self,
-        directory: Path,
-        config: HealingConfig,
-        run_id: str,
-        rank: int = 0,
-        notify: Callable[[Incident], None] | None = None,
-    ) -> None:
+    def __init__(self, directory: Path, config: HealingConfig, run_id: str, rank: int = 0) -> None:
         self.directory = directory
         self.config = config
         self.run_id = run_id
@@ -51,7 +44,8 @@ class Journal:
         self.incidents: list[Incident] = []
         # The totals of a run that this one goes on from without its incidents: a resume by hand.
         self.earlier: Mapping[str, float] = {}
-        self.notify = notify
+        # Tells callbacks that listen.
+        self.notify: Callable[[Incident], None] | None = None
         # Of ranks other than the first: tells it of an incident, when all of them meet the next time.
         self.tell: Callable[[Callable[[], Mapping[str, Any]]], None] = lambda record: None
         # Of the first rank: incidents that others have had without it.
@@ -154,21 +148,13 @@ class Journal:
         self._record(incident)
 
     def _report(self, incident: Incident) -> None:
-        recipe = None if incident.failure is None else FAILURE_RECIPES[incident.failure]
-        severity = "warning" if recipe is None else recipe.severity
-        if incident.failure is FailureType.RED_FLAG and incident.severity is not None:
-            # Every rule has its own.
-            severity = incident.severity
-        if Action.ROLL_BACK in incident.actions and Action.STOP not in incident.actions:
-            # It did not end the run.
-            severity = "warning"
-        text = describe(incident)
+        severity, text = incident.shown_severity, describe(incident)
         self._log(incident, "error" if Action.STOP in incident.actions else severity)
         # For whoever wants to read it in the log; the journal has it all.
         log_safely(logger, logging.INFO, "%s", text)
         self.alert(f"self_healing: {incident.cause}", text, severity, incident.step)
         if self.notify is not None:
-            self._contained("on_instability", lambda: self.notify(incident) if self.notify else None)
+            self._contained("on_instability", partial(self.notify, incident))
 
     def take_in(self, rank: int, entry: Mapping[str, Any]) -> None:
         """

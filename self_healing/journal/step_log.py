@@ -14,7 +14,6 @@ import os
 import struct
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,31 +59,26 @@ class StepLog:
     def __init__(self, path: Path, about: dict[str, Any], rows: int = ROWS) -> None:
         self._path = path
         self._most = rows
-        self._about = about
-        self._stride = 1
+        self._about = {"schema": SCHEMA_VERSION, **about, "row_bytes": _ROW.size}
         # Steps that are not written yet, as tuples of the columns of a `StepRow`. They are appended as they come.
         self.kept: list[tuple[Any, ...]] = []
         # When they are to be written next, by `time.perf_counter`.
         self.due = -math.inf
-        self._rows = 0
-        self._continue()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _, written, torn = _read(path.read_bytes())
+        except (FileNotFoundError, ValueError):
+            self._replace(())
+        else:
+            self._rows = len(written)
+            os.truncate(path, path.stat().st_size - torn)
 
     def write(self) -> None:
-        """Writes what is kept; of a long run, but for the last steps that do not fill a row yet."""
-        whole = len(self.kept) - len(self.kept) % self._stride
-        self._write(whole)
-
-    def close(self) -> None:
-        """Writes all that is kept."""
-        self._write(len(self.kept))
-
-    def _write(self, count: int) -> None:
-        began = time.perf_counter()
-        rows: list[Any] = self.kept[:count]
-        if self._stride > 1:
-            rows = list(merged(map(StepRow._make, rows), self._stride))
-        del self.kept[:count]
-        size = self._path.stat().st_size
+        """Writes what is kept."""
+        if not self.kept:
+            return
+        began, size = time.perf_counter(), self._path.stat().st_size
+        rows, self.kept[:] = self.kept[:], ()
         try:
             with self._path.open("ab") as file:
                 file.write(_packed(rows))
@@ -98,29 +92,19 @@ class StepLog:
         now = time.perf_counter()
         self.due = now + max(_EVERY, (now - began) / _SHARE)
 
-    def _continue(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError, ValueError):
-            about, rows, torn = _read(self._path.read_bytes())
-            self._rows, self._stride = len(rows), int(about["stride"])
-            os.truncate(self._path, self._path.stat().st_size - torn)
-            return
-        self._replace(())
-
     def _thin(self) -> None:
-        """Makes room: each row has twice as many steps from here on, those that are written already as well."""
-        rows = _read(self._path.read_bytes())[1]
-        while len(rows) > self._most // 2 and self._stride < 1 << 30:
-            self._stride *= 2
-            rows = list(merged(rows, self._stride))
+        """Makes room for as many steps as there are rows now: those that are written have more steps each."""
+        rows, stride = _read(self._path.read_bytes())[1], 1
+        while len(rows) > self._most // 2 and stride < 1 << 30:
+            stride *= 2
+            rows = list(merged(rows, stride))
         self._replace(rows)
-        self._rows = len(rows)
 
     def _replace(self, rows: Collection[StepRow]) -> None:
-        about = {"schema": SCHEMA_VERSION, **self._about, "stride": self._stride, "row_bytes": _ROW.size}
         temporary = self._path.with_name(f"{self._path.name}.tmp")
-        temporary.write_bytes(json.dumps(about).encode() + b"\n" + _packed(rows))
+        temporary.write_bytes(json.dumps(self._about).encode() + b"\n" + _packed(rows))
         os.replace(temporary, self._path)
+        self._rows = len(rows)
 
 
 def merged(rows: Iterable[StepRow], stride: int) -> Iterator[StepRow]:

@@ -61,13 +61,14 @@ class Terminal(logging.Handler):
 
     def start(self) -> None:
         """Speaks from here on, unless another one does already: two trainers share a terminal."""
-        asked = os.environ.get(VERBOSITY)
-        self.setLevel(max(chosen_level(), logging.ERROR if self._rank else logging.NOTSET))
         _logger.addHandler(self)
-        if asked and asked.lower() not in _LEVELS and not self._begun:
+        if self._begun:
+            return
+        self._begun, asked = True, os.environ.get(VERBOSITY)
+        self.setLevel(max(chosen_level(), logging.ERROR if self._rank else logging.NOTSET))
+        if asked and asked.lower() not in _LEVELS:
             text = "%s=%r is not known, and is ignored. Please use %s."
             log_safely(_logger, logging.WARNING, text, VERBOSITY, asked, " or ".join(_LEVELS))
-        self._begun = True
 
     def stop(self) -> None:
         """Speaks no longer; may be called again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -196,9 +196,9 @@ class _Reader:
     # ---- its processes ----
 
     def _attempts(self, state: State) -> list[Entry]:
-        """The processes of the run, one after another: those of its record, else those that its journal names."""
+        """The processes of the run, one after another: those of its record; without one there was one process."""
         recorded = [] if self.record is None else self.record.attempts
-        found = [_attempt(each) for each in recorded] or list(self._attempts_of_journal())
+        found = [_attempt(each) for each in recorded] or [_only_attempt(each) for each in self.started[:1]]
         times = sorted([event["time"] for event in self.events] + [row.time for row in self.rows])
         for attempt, following in pairwise(found):
             own = [each for each in times if attempt["began"] <= each < following["began"]]
@@ -209,21 +209,6 @@ class _Reader:
             if newest["ending"] in ("running", "unknown"):
                 newest["ending"] = state.name
         return found
-
-    def _attempts_of_journal(self) -> Iterable[Entry]:
-        firsts = {event.get("pid"): event for event in reversed(self.started) if event.get("rank", 0) == 0}
-        began = list(reversed(firsts.values()))
-        for number, (event, following) in enumerate(zip(began, [*began[1:], *began[-1:]], strict=True), 1):
-            yield {
-                "number": number,
-                **{key: event.get(key) for key in ("pid", "host", "resumed_from")},
-                "began": event["time"],
-                "ended": None,
-                "first_step": event["step"],
-                "last_step": max(following["step"], event["step"]),
-                "ending": "unknown",
-                "why": "",
-            }
 
     def _ranks(self) -> list[Entry]:
         """What each process of a distributed job has written; empty where there is one."""
@@ -278,6 +263,12 @@ class _Reader:
 def _attempt(attempt: Attempt) -> Entry:
     keys = ("number", "pid", "host", "began", "first_step", "last_step", "resumed_from", "why")
     return {key: getattr(attempt, key) for key in keys} | {"ended": None, "ending": attempt.ending.value}
+
+
+def _only_attempt(started: Mapping[str, Any]) -> Entry:
+    known = {key: started.get(key) for key in ("pid", "host", "resumed_from")}
+    steps = {"first_step": started["step"], "last_step": started["step"]}
+    return {"number": 1, **known, **steps, "began": started["time"], "ended": None, "ending": "unknown", "why": ""}
 
 
 def _row(line: Mapping[str, Any]) -> Entry:

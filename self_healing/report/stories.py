@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..failures.recipes import FAILURE_RECIPES, Action, FailureType
+from ..failures.recipes import FAILURE_RECIPES, FailureType
 from ..journal.incident import Incident, counted, describe, figures
 from .journals import Event, incident_of, told_once
 from .records import Entry, IncidentStory, capital, spoken
@@ -78,8 +78,6 @@ def tell_incidents(events: Iterable[Event], places: Places, rows: Sequence[Entry
 def _tell(names: Sequence[str], lines: Sequence[Event], places: Places, rows: Sequence[Entry]) -> IncidentStory:
     first, incident = lines[0], incident_of(lines)
     recipe = None if incident.failure is None else FAILURE_RECIPES[incident.failure]
-    rolled_back = Action.ROLL_BACK in incident.actions and Action.STOP not in incident.actions
-    severity = "warning" if recipe is None or rolled_back else recipe.severity
     symptom = spoken(incident.symptom.removeprefix("rule:"))
     unhealed = incident.outcome in ("unresolved", "fatal", "reported", "open")
     return IncidentStory(
@@ -88,7 +86,7 @@ def _tell(names: Sequence[str], lines: Sequence[Event], places: Places, rows: Se
         symptom=incident.symptom,
         failure=None if incident.failure is None else incident.failure.value,
         cause=incident.cause,
-        severity="error" if incident.outcome == "fatal" else severity,
+        severity="error" if incident.outcome == "fatal" else incident.shown_severity,
         outcome=incident.outcome,
         actions=incident.actions,
         steps_lost=incident.steps_lost,

@@ -58,6 +58,14 @@ class Healer(Hooks):
         return None
 
 
+# Questions among them are answered by one healer each.
+_EVENTS = tuple(
+    name
+    for name, event in {**vars(Hooks), **vars(Healer)}.items()
+    if callable(event) and not name.startswith("_") and name not in ("metrics", "claim")
+)
+
+
 class Healers(Healer):
     """
     The healers of a `train()` call, in their order: each event goes to those that take part in it, and to nobody else.
@@ -93,14 +101,6 @@ class Healers(Healer):
     def claims(self, error: BaseException) -> list[Claim]:
         """Asks whose the exception is that left `train()`; the first claim heals it."""
         return [claim for each in self._healers if (claim := each.claim(error)) is not None]
-
-
-# Questions among them are answered by one healer each.
-_EVENTS = tuple(
-    name
-    for name, event in {**vars(Hooks), **vars(Healer)}.items()
-    if callable(event) and not name.startswith("_") and name not in ("metrics", "claim")
-)
 
 
 def _to_each(told: tuple[Callable[..., Any], ...]) -> Callable[..., None]:

@@ -24,7 +24,7 @@ from ..ranks import votes
 from ..ranks.session import OtherRanks
 from ..rollback.rollback import Rollback
 from ..system import processes
-from ..system.files import jsonable
+from ..system.files import KeepsState, jsonable
 from .healer import Healers, Remedies
 from .incidents import OpenIncident, Outcomes
 from .status import StatusKeeper
@@ -129,11 +129,13 @@ class Run:
 REFUND_STEPS = 50
 
 
-@dataclass(slots=True)
-class RecoveryBudget:
+@dataclass
+class RecoveryBudget(KeepsState):
     """
     Counts how often a run was brought back, in memory or by entering `train()` again, since it last made progress.
     """
+
+    _state = ("used", "failed_at")
 
     config: HealingConfig
     used: int = 0
@@ -152,12 +154,6 @@ class RecoveryBudget:
             return False
         self.used += 1
         return True
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"used": self.used, "failed_at": self.failed_at}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.used, self.failed_at = int(state["used"]), int(state["failed_at"])
 
 
 # ---- news: what one rank of several learns by itself, and all of them have to know ----

@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import journal, sft_trainer
-from transformers import PreTrainedConfig, TrainerState
 
-from self_healing import HealingConfig, Incident, SelfHealingCallback, SelfHealingTrainer
-from self_healing.checkpoints.vetting import vet
+from self_healing import HealingConfig, Incident
 from self_healing.failures.recipes import FailureType, Given
 from self_healing.healers.assembly import assemble, load_state, state_of
 from self_healing.healers.numerics.state import NumericsState
@@ -132,53 +129,6 @@ def test_what_memory_cannot_be_read_of_is_named(
 
 
 # ---- what checkpoints hold ----
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """A run with checkpoints at 2, 4 and 6, judged by their content alone."""
-    run = tmp_path_factory.mktemp("finished") / "run"
-    saving = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
-    sft_trainer(run, tokenizer, callbacks=[SelfHealingCallback()], **saving).train()
-    for marker in run.glob("**/healing.json"):
-        marker.unlink()
-    return run
-
-
-@pytest.mark.parametrize("name", ["trainer_state.json", "config.json"])
-def test_what_the_trainer_cannot_read_is_refused(finished: Path, name: str) -> None:
-    file = finished / "checkpoint-6" / name
-    whole = file.read_text()
-    content = json.loads(whole)
-    content.pop("stateful_callbacks", None)
-    content["log_history"] = content.get("log_history", [])[:1]
-    refused = 0
-    try:
-        for what, each in damages(content, seed=0):
-            file.write_text(json.dumps(each))
-            verdict = vet(finished / "checkpoint-6")
-            refused += not verdict.usable
-            if verdict.usable:
-                # As `Trainer.train` does.
-                assert TrainerState.load_from_json(str(file.parent / "trainer_state.json")).global_step == 6, what
-                PreTrainedConfig.from_json_file(file.parent / "config.json")
-    finally:
-        file.write_text(whole)
-    assert refused > 0
-
-
-def test_auto_finds_the_newest_that_can_be_read(finished: Path, tokenizer: Any) -> None:
-    (finished / "checkpoint-6" / "config.json").write_text('{"model_type": ')
-    state = finished / "checkpoint-4" / "trainer_state.json"
-    state.write_text(state.read_text().replace('"best_metric"', '"best_netric"'))
-    trainer = sft_trainer(finished, tokenizer, max_steps=8)
-    SelfHealingTrainer(trainer).train(resume_from_checkpoint="auto")
-    assert trainer.state.global_step == 8
-    (chosen,) = journal(finished, "checkpoint_chosen")
-    assert chosen["path"] == str(finished / "checkpoint-2")
-    reasons = [event["reason"] for event in journal(finished, "checkpoint_passed_over")]
-    assert reasons[0].startswith("config.json cannot be read (JSONDecodeError")
-    assert reasons[1].startswith("trainer_state.json cannot be read (TypeError")
 
 
 def test_no_damage_to_what_detectors_have_learned_stops_a_resume(

@@ -16,7 +16,6 @@ from self_healing.run.record import (
     ExitReason,
     RunRecord,
     UnreadableRecordError,
-    read_mark,
 )
 from self_healing.system.processes import Launch, launch_of, of_all_ranks
 
@@ -97,12 +96,6 @@ class TestARecord:
         assert (newest.pid, newest.resumed_from, record.ending) == (os.getpid(), "checkpoint-4", ExitReason.RUNNING)
         assert caplog.text == ""
 
-    @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"run": 1}', "\xff"])
-    def test_of_which_not_even_the_run_is_known_cannot_be_read(self, tmp_path: Path, content: str) -> None:
-        (tmp_path / RECORD_FILE).write_bytes(content.encode("latin-1"))
-        with pytest.raises(UnreadableRecordError, match="cannot be read"):
-            RunRecord.read(tmp_path)
-
     @pytest.mark.parametrize(
         "changes",
         [
@@ -132,11 +125,3 @@ class TestARecord:
             record.begin_attempt(None, 0)
         assert [each.number for each in record.attempts] == [*range(3, 53)]
         assert record.newest.call == 52
-
-
-class TestAMark:
-    @pytest.mark.parametrize("content", [None, b"", b"torn"])
-    def test_that_is_not_there_or_torn_says_nothing(self, tmp_path: Path, content: bytes | None) -> None:
-        if content is not None:
-            (tmp_path / PROGRESS_FILE).write_bytes(content)
-        assert read_mark(tmp_path) is None

@@ -27,7 +27,7 @@ from conftest import (
     weights,
 )
 from datasets import Dataset
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
@@ -179,44 +179,6 @@ def test_a_last_evaluation_that_takes_too_long_is_left_and_may_still_be_the_best
     assert_same_weights(weights(resumed), weights(plain))
     assert logged(resumed) == logged(plain)
     assert "nothing is trained" not in caplog.text
-
-
-@pytest.mark.parametrize(("accumulation", "steps", "strategy"), [(2, 2, "steps"), (2, 8, "epoch")])
-def test_a_stop_that_the_evaluation_left_out_asks_for_is_not_missed(
-    tmp_path: Path, tokenizer: Any, accumulation: int, steps: int, strategy: str
-) -> None:
-    """The loss rises from the first evaluation on, so that the second one is the last."""
-
-    last = 2 * steps
-
-    def build(name: str, *callbacks: TrainerCallback) -> Any:
-        return sft_trainer(
-            tmp_path / name,
-            tokenizer,
-            callbacks=[EvalLoss(rises=True), EarlyStoppingCallback(1), *callbacks],
-            trainer_kwargs={"eval_dataset": Dataset.from_dict({"text": TEXTS[:4]})},
-            max_steps=3 * steps,
-            gradient_accumulation_steps=accumulation,
-            eval_strategy=strategy,
-            eval_steps=steps,
-            save_strategy=strategy,
-            save_steps=steps,
-            logging_steps=5,
-            load_best_model_at_end=True,
-            metric_for_best_model="eval_loss",
-        )
-
-    plain = build("plain")
-    expected = plain.train()
-    assert plain.state.global_step == last
-    with pytest.raises(SystemExit):
-        SelfHealingTrainer(build("run", SignalAtTheEndOf(last))).train()
-    resumed = build("run")
-    output = SelfHealingTrainer(resumed).train(resume_from_checkpoint=True)
-    assert output.global_step == last
-    assert output.training_loss == expected.training_loss
-    assert_same_weights(weights(resumed), weights(plain))
-    assert logged(resumed) == logged(plain)
 
 
 def test_handlers_that_were_there_are_called_and_what_they_raise_is_put_off(tmp_path: Path, tokenizer: Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RaisingAt, RaisingForward, sft_trainer
+from conftest import RaisingForward, sft_trainer
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
@@ -128,22 +128,6 @@ def test_the_end_of_an_attempt_is_that_of_the_run_as_far_as_it_is_known(
     assert status.why == (f"{why}{' of it' * 48} ..." if why else "")
 
 
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({"state": RunState.ENDED}, "The run ended at step 3 of 40, "),
-        ({"state": RunState.ENDED, "max_steps": 0}, "The run ended at step 3, "),
-        ({"state": RunState.LEFT, "why": "SIGTERM"}, "to be started again: SIGTERM."),
-        ({"state": RunState.STOPPED, "why": "Is it?"}, "train() was left at step 3 of 40, "),
-        ({"state": RunState.STOPPED, "why": "Is it?"}, ": Is it?"),
-    ],
-)
-def test_it_is_told_in_a_sentence(fields: dict[str, Any], told: str) -> None:
-    status = replace(RunStatus("run", "", 40, 1, "here", 1.0, step=3), **fields)
-    assert told in str(status)
-    assert str(status)[-2:] != ".."
-
-
 def test_a_journal_without_a_status_tells_what_it_can(tmp_path: Path) -> None:
     journal = Journal(tmp_path, HealingConfig(), run_id="run")
     journal.event("run_started", 0)
@@ -186,14 +170,6 @@ def test_a_run_that_an_exception_ended_says_so(tmp_path: Path, tokenizer: Any, w
     assert "train() was left at step 3 of 8" in result.stdout
     assert "KeyError: 'labels'" in result.stdout
     assert result.exit_code == 1
-
-
-def test_an_exception_of_another_callback_ends_the_run(tmp_path: Path, tokenizer: Any) -> None:
-    callback = SelfHealingCallback()
-    trainer = sft_trainer(tmp_path, tokenizer, max_steps=8, callbacks=[callback, RaisingAt("on_step_end", 3)])
-    with pytest.raises(ConnectionError):
-        trainer.train()
-    assert (status_of(tmp_path).state, status_of(tmp_path).step) == (RunState.STOPPED, 3)
 
 
 def test_the_journal_is_found_from_either_directory(tmp_path: Path, tokenizer: Any) -> None:

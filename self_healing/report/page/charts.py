@@ -162,7 +162,6 @@ def tables_of(report: RunReport, anchors: Mapping[str, str]) -> list[Entry]:
     """Makes the tables; `anchors` says where the story of each incident is on the page."""
     found = [_budgets(report), _quarantine(report, anchors), _checkpoints(report, anchors), _attempts(report)]
     found += [_ranks(report)] if len(report.ranks) > 1 else []
-    found += [_other_runs(report)] if report.other_runs else []
     return [table for table in found if table["rows"] or table["none"]]
 
 
@@ -277,12 +276,3 @@ def _ranks(report: RunReport) -> Entry:
         )
     columns = "#rank | #step | last seen | #incidents | what ended it | journal"
     return _table("ranks", "Ranks", "What each process of the distributed job has logged.", columns, rows)
-
-
-def _other_runs(report: RunReport) -> Entry:
-    rows = [
-        (_code(run["run"]), _when(run["began"]), run["step"], run["incidents"], run["state"])
-        for run in report.other_runs
-    ]
-    columns = "run | began | #step | #incidents | state"
-    return _table("runs", "Other runs in this directory", "Not on this page.", columns, rows)
