@@ -46,6 +46,7 @@ class OptimizerStep:
         self._optimizer = inner if isinstance(inner, torch.optim.Optimizer) else None
         self._handles: list[Any] = []
         self._begun = votes.Collectives().begun
+        self._several = processes.world_size() > 1
         # Whether an update may have changed the weights: one with a rate of 0, or without gradients, has not.
         self.weights_moved = self._optimizer is None
 
@@ -107,16 +108,18 @@ class OptimizerStep:
         except Exception as error:
             if not failsafe.contains(error):
                 raise
-        if failsafe.attached:
+        try:
+            return self._rates.scale() if failsafe.attached else 1.0
+        except Exception:
             # With another rate on each rank the weights would be others, too.
             with failsafe.contained(), failsafe.together():
-                return self._rates.scale()
+                raise
         return 1.0
 
     def _until_it_fits(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         while True:
             self._mark.set()
-            begun = self._begun() if processes.world_size() > 1 else None
+            begun = self._begun() if self._several else None
             window: Window | None = self._instrument.window
             try:
                 if window is not None and window.bounds is not None:
