@@ -59,13 +59,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory, starter: Starter) -> dict[st
     return job_result(output_dir)
 
 
-@pytest.fixture(scope="module")
-def plain_under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    output_dir = tmp_path_factory.mktemp("plain") / "job"
-    assert under_torchrun(output_dir, 0) == 0
-    return job_result(output_dir)
-
-
 def fault_at(seed: int) -> int:
     return (7, 2, 5, 10, 8)[seed]
 
@@ -75,13 +68,13 @@ def fault_at(seed: int) -> int:
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))], ids=lambda seed: f"seed {seed}"
 )
 def test_a_process_killed_in_mid_step_is_started_again_by_torchrun_and_ends_bitwise_equal(
-    tmp_path: Path, plain_under_torchrun: dict[str, Any], seed: int
+    tmp_path: Path, plain: dict[str, Any], seed: int
 ) -> None:
     job = tmp_path / "job"
     workers = {"dataloader_num_workers": 2 * (seed % 2)}
     assert under_torchrun(job, 3, fault="sigkill", step=fault_at(seed), arguments=workers) == 0
-    assert job_result(job)["weights"] == plain_under_torchrun["weights"]
-    assert job_result(job)["losses"] == plain_under_torchrun["losses"]
+    assert job_result(job)["weights"] == plain["weights"]
+    assert job_result(job)["losses"] == plain["losses"]
     (incident,) = job_result(job)["incidents"]
     assert (incident["failure"], incident["step"]) == ("process_died", fault_at(seed))
     assert (incident["steps_lost"], incident["steps_repeated"]) == (0, fault_at(seed) % 4)
