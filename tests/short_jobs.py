@@ -147,27 +147,12 @@ def from_the_first_step(trainer: Any, rank: int, note: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """
-    A kind of job.
-
-    Args:
-        strike (`Callable`):
-            Given the trainer, the rank, and a file to note in when it has struck.
-        make (`Callable`, *optional*):
-            Makes the trainer.
-        strategy (`str`, *optional*):
-            As in struck_job.py.
-        arguments (`dict`, *optional*), settings (`dict`, *optional*):
-            Of the trainer, and of what heals it.
-        starts (`int`, *optional*, defaults to 2):
-            How often it is started.
-    """
+    """A kind of job: what strikes it (given trainer, rank, and a file to note that in), and how often it is started."""
 
     strike: Callable[[Any, int, Path], Any]
     make: Make = sft_trainer
     strategy: str = "ddp"
     arguments: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=lambda: {"PROBE_STEPS": 3})
     starts: int = 2
 
 
@@ -187,28 +172,10 @@ KINDS: dict[str, Kind] = {
     "averaged": Kind(whatever),
     "learned": Kind(learned_before, strategy="fsdp2_sharded", arguments=EVALUATED),
 }
-# As long as a user would notice: the default wait is over three times.
-LONG_STEPS, ROWS, ROWS_THAT_FIT = 200, 6, 4
-LONG: dict[str, Any] = {
-    "strike": always("forward", fit=ROWS_THAT_FIT),
-    "arguments": {
-        "max_steps": LONG_STEPS,
-        "save_steps": 50,
-        "per_device_train_batch_size": ROWS,
-        "gradient_accumulation_steps": 1,
-    },
-    "settings": {},
-}
-LONG_KINDS = {
-    "long_ddp": Kind(**LONG),
-    "long_fsdp2_full": Kind(**LONG, strategy="fsdp2_full"),
-    "long_fsdp2_sharded": Kind(**LONG, strategy="fsdp2_sharded"),
-    # Where a larger size is tried in vain.
-}
 
 
 def job(directory: Path, rank: int, name: str) -> dict[str, Any]:
-    kind = (KINDS | LONG_KINDS)[name]
+    kind = KINDS[name]
     if kind.strategy != "ddp":
         sharded_on_the_cpu("fsdp2")
         os.environ["FSDP_STATE_DICT_TYPE"] = STATE_DICTS[kind.strategy]
@@ -232,7 +199,7 @@ def job(directory: Path, rank: int, name: str) -> dict[str, Any]:
     model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[0]), with_kwargs=True
     )
-    SelfHealingTrainer(trainer, HealingConfig(**settings_among(kind.settings))).train()
+    SelfHealingTrainer(trainer, HealingConfig(**settings_among({"PROBE_STEPS": 3}))).train()
     weights = {each: whole(value) for each, value in trainer.model.state_dict().items()}
     return {
         "weights": digest_of(weights),
@@ -249,7 +216,7 @@ def main(directory: Path, *names: str) -> None:
     for name in names or KINDS:
         own = directory / name
         results[name] = []
-        for start in range((KINDS | LONG_KINDS)[name].starts):
+        for start in range(KINDS[name].starts):
             launcher = {
                 "TORCHELASTIC_RUN_ID": "job",
                 "TORCHELASTIC_RESTART_COUNT": str(start),

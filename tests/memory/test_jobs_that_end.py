@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from short_jobs import LONG_KINDS, LONG_STEPS, ROWS_THAT_FIT, STEPS
+from short_jobs import STEPS
 
 
 pytestmark = pytest.mark.slow
@@ -32,11 +32,6 @@ def run(directory: Path, *names: str) -> dict[str, Starts]:
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Starts]:
     return run(tmp_path_factory.mktemp("jobs"))
-
-
-@pytest.fixture(scope="module")
-def long_jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Starts]:
-    return run(tmp_path_factory.mktemp("long"), *LONG_KINDS)
 
 
 def ends_soon(start: dict[str, Any]) -> None:
@@ -102,18 +97,3 @@ def test_ranks_of_a_sharded_model_that_have_learned_other_sizes_split_alike(jobs
     assert max(rank["most_rows"] for rank in ranks) <= 2
     assert ranks[0]["calls"] == ranks[1]["calls"]
     assert ranks[0]["sums"] == pytest.approx(reference["ranks"][0]["sums"], rel=1e-4, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "restarts", "struck_at"), [("ddp", 0, [1, 1]), ("fsdp2_full", 1, [1]), ("fsdp2_sharded", 1, [1])]
-)
-def test_what_never_fits_fails_once_in_a_long_run(
-    long_jobs: dict[str, Starts], name: str, restarts: int, struck_at: list[int]
-) -> None:
-    starts = long_jobs[f"long_{name}"]
-    ranks = comes_to_its_end(starts[-1], LONG_STEPS)
-    assert len(starts) == 1 + restarts
-    # Under DDP it is tried once more first.
-    assert starts[-1]["struck_at"] == struck_at
-    if restarts:
-        assert max(rank["most_rows"] for rank in ranks) <= ROWS_THAT_FIT
