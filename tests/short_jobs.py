@@ -147,7 +147,7 @@ def from_the_first_step(trainer: Any, rank: int, note: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of job: what strikes it (given trainer, rank, and a file to note that in), and how often it is started."""
+    """A kind of job: what strikes it, given trainer, rank and a file to note that in; how often it is started."""
 
     strike: Callable[[Any, int, Path], Any]
     make: Make = sft_trainer
