@@ -225,7 +225,7 @@ class Instrument:
 
     def step_begins(self) -> None:
         """Called in `on_step_begin`."""
-        if self.attached and self.reentry.in_first_step:
+        if self.reentry.in_first_step and self.attached:
             with self.failsafe.contained():
                 self.reentry.first_step_begins()
 
