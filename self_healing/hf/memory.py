@@ -49,7 +49,7 @@ def memory_taken(device: torch.device) -> tuple[float, float, float]:
     cannot be told. Waits for no device.
     """
     module = None if device.type == "cpu" else torch.get_device_module(device)
-    taken, peak = (getattr(module, name, None) for name in ("memory_allocated", "max_memory_allocated"))
+    taken, peak = getattr(module, "memory_allocated", None), getattr(module, "max_memory_allocated", None)
     return (
         math.nan if taken is None else float(taken(device)),
         math.nan if peak is None else float(peak(device)),
