@@ -313,11 +313,7 @@ def warn_about_the_rate(instrument: Instrument, checkpoint: str | None) -> None:
         )
 
 
-# ---- end of run: ends a run that has taken its last step, and tells what to know before its weights are used ----
-
-
-# Share of the steps of a run.
-_MANY = 0.2
+# ---- end of run ----
 
 
 def end_run(run: Run, instrument: Instrument, step: int) -> None:
@@ -343,7 +339,13 @@ def end_run(run: Run, instrument: Instrument, step: int) -> None:
     )
     if run.status is not None and not leaves:
         run.status.end(RunState.ENDED, step)
-    _tell_what_to_know(run.part(NumericsState), step)
+    scale = run.part(NumericsState).learning_rate.scale(step)
+    if scale != 1.0:
+        logger.warning(
+            "The learning rate in force at the end is %.3g times the schedule's. A resume without "
+            "SelfHealingCallback would go on with the schedule's.",
+            scale,
+        )
     if leaves and instrument.leaving.owes_evaluation and args.should_save:
         leave_evaluation(Path(args.output_dir or ".") / f"checkpoint-{step}")
     instrument.detach()
@@ -352,25 +354,6 @@ def end_run(run: Run, instrument: Instrument, step: int) -> None:
         run.checksums.wait()
     elif run.part(Attempts).record is None and step < instrument.trainer.state.max_steps:
         run.part(Preemption).leave(step, str(args.output_dir))
-
-
-def _tell_what_to_know(numerics: NumericsState, steps: int) -> None:
-    """Warns at the end of a learning rate off the schedule, and of steps that are missing from the weights."""
-    scale = numerics.learning_rate.scale(steps)
-    if scale != 1.0:
-        logger.warning(
-            "The learning rate in force at the end is %.3g times the schedule's. A resume without "
-            "SelfHealingCallback would go on with the schedule's.",
-            scale,
-        )
-    lost = steps - numerics.missing.trained(steps)
-    if lost > _MANY * steps:
-        logger.warning(
-            "%d of %d steps are not in the weights: please look at the incidents (self-healing report) before "
-            "you use this model.",
-            min(lost, steps),
-            steps,
-        )
 
 
 # ---- start and end ----

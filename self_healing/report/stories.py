@@ -16,6 +16,11 @@ from .records import Entry, IncidentStory, capital, spoken
 
 # What every line of a journal has, and what is told in other words.
 _COMMON = frozenset({"schema", "time", "run", "rank", "attempt", "step", "kind", "incident"})
+# What a story has as the incident has it.
+_OF_INCIDENT = (
+    *("id", "step", "symptom", "cause", "outcome", "actions", "steps_lost", "steps_repeated", "seconds_lost"),
+    "evidence",
+)
 _OUTCOMES = {
     "open": "the outcome is not known yet",
     "resolved": "resolved",
@@ -81,17 +86,9 @@ def _tell(names: Sequence[str], lines: Sequence[Event], places: Places, rows: Se
     symptom = spoken(incident.symptom.removeprefix("rule:"))
     unhealed = incident.outcome in ("unresolved", "fatal", "reported", "open")
     return IncidentStory(
-        id=incident.id,
-        step=incident.step,
-        symptom=incident.symptom,
+        **{name: getattr(incident, name) for name in _OF_INCIDENT},
         failure=None if incident.failure is None else incident.failure.value,
-        cause=incident.cause,
         severity="error" if incident.outcome == "fatal" else incident.shown_severity,
-        outcome=incident.outcome,
-        actions=incident.actions,
-        steps_lost=incident.steps_lost,
-        steps_repeated=incident.steps_repeated,
-        seconds_lost=incident.seconds_lost,
         title=symptom if incident.cause in ("unknown", symptom) else f"{symptom}: {incident.cause}",
         text=describe(incident),
         diagnosis=str(incident.evidence.get("diagnosis") or ("" if recipe is None else recipe.diagnosis)),
@@ -100,7 +97,6 @@ def _tell(names: Sequence[str], lines: Sequence[Event], places: Places, rows: Se
         closed=next((event.get("time") for event in reversed(lines) if event["kind"] == "outcome"), None),
         rank=first.get("rank", 0),
         attempt=first.get("attempt", 0),
-        evidence=incident.evidence,
         story=[line for event in lines for line in _lines_of(event)],
         rows=[row for row in rows if _is_of(row, names, incident)],
         files=_files_of(lines, places),

@@ -161,15 +161,6 @@ class TestAnExceptionThatEndsTheRun:
         assert run.part(Attempts).postmortem == str(tmp_path / "postmortem.json")
         assert [each.outcome for each in run.journal.incidents] == ["fatal"]
 
-    @pytest.mark.parametrize("resume_from", [True, None, "checkpoint-2"])
-    def test_otherwise_the_newest_of_the_run_is_named(self, tmp_path: Path, resume_from: Any) -> None:
-        run = process(tmp_path)
-        failure = FailureType.DEVICE
-        assert not FAILURE_RECIPES[failure].saves_first
-        self.stop(run, resume_from, failure, verdict="no room")
-        assert written(tmp_path)["resume_with"] == "trainer.train(resume_from_checkpoint='checkpoint-4')"
-        assert written(tmp_path)["verdict"] == "no room"
-
     def test_where_a_checkpoint_was_to_be_saved_first_it_is_the_one_gone_back_to(self, tmp_path: Path) -> None:
         run = process(tmp_path)
         assert FAILURE_RECIPES[FailureType.NETWORK].saves_first
