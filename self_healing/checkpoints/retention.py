@@ -170,7 +170,9 @@ class RunCheckpoints:
         if self._pending is not None and self._pending <= step:
             self._pending = None
         with self._contained("Keeping a checkpoint"):
-            self._keep_newest(good)
+            newest = self._followed[max(good)]
+            if self._generations and not newest.pinned and self._has_room_for(newest.path):
+                self._link(max(good))
             self._prune()
             if self._waiting:
                 self._pin_until_known(max(self._waiting))
@@ -206,11 +208,12 @@ class RunCheckpoints:
 
     def newest(self) -> str | None:
         """Finds the newest one that the run can go back to, or else the one it was resumed from. Collective."""
-        return votes.looked_up_by_first_rank("newest checkpoint to go back to", self._newest_here, self._device)
 
-    def _newest_here(self) -> str | None:
-        newest = newest_checkpoint_of(self._journal.run_id, str(self._output_dir), verified=True)
-        return newest or self._resumed_from
+        def look() -> str | None:
+            newest = newest_checkpoint_of(self._journal.run_id, str(self._output_dir), verified=True)
+            return newest or self._resumed_from
+
+        return votes.looked_up_by_first_rank("newest checkpoint to go back to", look, self._device)
 
     def _count_waiting(self) -> None:
         followed = self._followed.items()
@@ -235,19 +238,10 @@ class RunCheckpoints:
         if self._pending is not None or self._generations == 0:
             return
         if not followed.pinned:
-            room = followed.path.is_dir() and self._has_room_for(followed.path)
-            if not room or standing_of(self._pin_of(number)) == "verified":
+            if not self._has_room_for(followed.path) or standing_of(self._pin_of(number)) == "verified":
                 return
             self._link(number)
         self._pending = number
-
-    def _keep_newest(self, good: list[int]) -> None:
-        """Keeps the newest of those that are there, if there is room."""
-        there = [number for number in good if self._followed[number].pinned or self._followed[number].path.is_dir()]
-        if there and self._generations:
-            newest = self._followed[max(there)]
-            if not newest.pinned and self._has_room_for(newest.path):
-                self._link(max(there))
 
     def _link(self, number: int) -> None:
         # Renamed when it is whole: a process killed in between leaves nothing that looks like a checkpoint.
@@ -327,8 +321,8 @@ class RunCheckpoints:
         return None
 
     def _has_room_for(self, checkpoint: Path) -> bool:
-        """Whether one more may be kept: the next checkpoint has to fit beside it once rotation has taken this one."""
-        return self._free() >= 2 * _GROWTH * _size_of(checkpoint)
+        """Whether one may be kept that is there: the next has to fit beside it once rotation has taken this one."""
+        return checkpoint.is_dir() and self._free() >= 2 * _GROWTH * _size_of(checkpoint)
 
     def _free(self) -> int:
         return shutil.disk_usage(self._output_dir).free
@@ -351,24 +345,23 @@ class RunCheckpoints:
         )
 
     def _tell_of(self, names: list[str], size: int) -> None:
-        """Reports those that gave way to a checkpoint of a size, in journal and log."""
+        """Reports those that gave way to a checkpoint of a size: each time in the journal, once in the log."""
         needed, free = int(_GROWTH * size), self._free()
         self._journal.event(
             "kept_checkpoints_gave_way", self._step, removed=names, bytes_needed=needed, bytes_free=free
         )
-        level = logging.INFO if "gave way" in self._told else logging.WARNING
-        self._told.add("gave way")
-        logger.log(
-            level,
-            "Step %d: %s in %s gave way, so that the next checkpoint fits (it takes %s). There are fewer trusted "
-            "checkpoints to go back to. What to do: make room on the disk; keep_verified_checkpoints=%d is what would "
-            "be kept.",
-            self._step,
-            ", ".join(names),
-            self.directory,
-            _gigabytes(needed),
-            self._generations,
-        )
+        if "gave way" not in self._told:
+            self._told.add("gave way")
+            logger.warning(
+                "Step %d: %s in %s gave way, so that the next checkpoint fits (it takes %s). There are fewer trusted "
+                "checkpoints to go back to. What to do: make room on the disk; keep_verified_checkpoints=%d is what "
+                "would be kept.",
+                self._step,
+                ", ".join(names),
+                self.directory,
+                _gigabytes(needed),
+                self._generations,
+            )
 
     @contextmanager
     def _contained(self, doing: str) -> Iterator[None]:

@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 from self_healing import SelfHealingCallback
 from self_healing.healers.data.datasets import GuardedCollator
+from self_healing.healers.data.streams import GuardedStream
 from self_healing.hf.dataloader import DataPosition
 from self_healing.hf.objective import GENERIC
 
@@ -112,3 +113,13 @@ def test_following_the_data_of_a_step_is_one_call(size: int) -> None:
     # Asked twice, it says the same.
     assert position.sampled(size) == set(range(4 * size, 6 * size))
     assert torch.utils.data.BatchSampler in type(loader.batch_sampler).__mro__
+
+
+def test_a_sample_of_a_stream_passes_one_function_of_the_guard(tmp_path: Path) -> None:
+    guard = guarded([], tmp_path).guard
+    stream = GuardedStream(Dataset.from_dict({"number": list(range(64))}).to_iterable_dataset(), guard)
+    batches = iter(DataLoader(stream, batch_size=8, collate_fn=GuardedCollator(list, guard, stream)))
+    next(batches)
+    calls = calls_in("self_healing/healers", lambda: next(batches))
+    # One for the source, which need not be a table, and one for what is read from it.
+    assert sum(calls.values()) <= 2 + 2 * 8

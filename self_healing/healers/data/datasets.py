@@ -199,7 +199,7 @@ class GuardedCollator(Proxy):
         guard = self.guard
         if guard.off:
             return self.wrapped(samples)
-        names, guard.names = guard.names, None
+        names, guard.names = guard.names, []
         # Many collators change the samples they are given, which no second attempt could stand.
         kept = copies_of(samples)
         try:
@@ -216,13 +216,13 @@ class GuardedCollator(Proxy):
     def _collate_copies(self, samples: Any) -> Any:
         return self.wrapped(copies_of(samples))
 
-    def _recovered(self, samples: Any, names: Sequence[SampleName] | None, failure: BaseException) -> Any:
+    def _recovered(self, samples: Any, names: list[SampleName], failure: BaseException) -> Any:
         """Collates copies of the samples, or substitutes for some of them, after they themselves have raised."""
         guard = self.guard
         collated, error = guard.after(failure, self._collate_copies, samples)
         if error is None:
             return collated
-        if names is None or not isinstance(samples, list) or len(names) != len(samples):
+        if not isinstance(samples, list) or len(names) != len(samples):
             raise LetPass(error)
         if guard.names_only:
             bad = self._culprits(samples) or range(len(samples))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import errno
-import hashlib
 import logging
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -72,7 +72,7 @@ class Guard:
         # Loads without guards, also in iterators that were made before.
         self.off = False
         # Of the samples that are about to be collated.
-        self.names: list[Any] | None = None
+        self.names: list[Any] = []
 
     def attempt(
         self, function: Callable[..., Any], *arguments: Any, loads: bool = False, patient: bool = True
@@ -231,17 +231,8 @@ def candidates(index: int, length: int, seed: int) -> Iterator[int]:
     Yields the indices of samples that may replace another one: the same in every worker, process and epoch, and drawn
     from no generator that training draws from.
     """
-    given = {index % length}
-    # Each try finds a new one with at least the share that is left; some more than that end in order.
-    for attempt in range(20 * MAX_BAD_IN_A_ROW):
-        digest = hashlib.blake2b(f"{seed}:{index}:{attempt}".encode(), digest_size=8).digest()
-        candidate = int.from_bytes(digest, "big") % length
-        if candidate not in given:
-            given.add(candidate)
-            yield candidate
-    for candidate in range(length):
-        if candidate not in given:
-            yield candidate
+    drawn = random.Random(f"{seed}:{index}").sample(range(length), min(length, 20 * MAX_BAD_IN_A_ROW))
+    return (candidate for candidate in drawn if candidate != index % length)
 
 
 def no_substitute(bad: Sequence[BadSample]) -> DataSourceError:

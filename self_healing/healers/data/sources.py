@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from ...failures.recipes import FailureType
 from ...system.random_state import RandomState
 from ..inspection import columns_of, digest_of
 from .guard import MAX_BAD_IN_A_ROW, DataSourceError, Guard, LetPass, copy_of
-from .quarantine import BadSample, describe_name
+from .quarantine import BadSample, SampleName, describe_name
 
 
 class SourceReader:
@@ -28,6 +29,10 @@ class SourceReader:
         self._guard = guard
         self._where = where
         self._size = size
+        # Of a stream whose samples go into batches, which need names: the first part of those.
+        self._shard: int | None = None
+        # Samples that are given before those of the source.
+        self.back: deque[tuple[SampleName, Any]] = deque()
         self.source: Iterator[Any] | None = None
         # Samples so far, those left out among them.
         self.ordinal = 0
@@ -42,10 +47,11 @@ class SourceReader:
         return self
 
     def __next__(self) -> Any:
-        if self.source is None:
-            self._open_first()
+        guard = self._guard
+        if self.source is None or guard.off or self.back:
+            return self._otherwise()
         try:
-            given = next(self.source)  # type: ignore[arg-type]
+            given = next(self.source)
         except StopIteration:
             raise
         except BaseException as error:
@@ -61,14 +67,27 @@ class SourceReader:
         self._position += 1
         # Code that is given it may change it.
         self._last = given.copy() if type(given) is dict else copy_of(given)
+        if self._shard is not None:
+            if self.ordinal == 1:
+                self._begins(given)
+            guard.names.append(f"{self._shard}:{self.ordinal - 1}")
         return given
 
-    def _open_first(self) -> None:
-        self._random = RandomState.capture()
-        source, error = self._guard.attempt(self._open)
-        if error is not None:
-            raise LetPass(error)
-        self.source = source
+    def _otherwise(self) -> Any:
+        """Gives the first sample, or any where nothing is guarded any more."""
+        if self.source is not None:
+            return next(self.source)
+        if self._guard.off:
+            self.source = self._open()
+        else:
+            self._random = RandomState.capture()
+            self.source, error = self._guard.attempt(self._open)
+            if error is not None:
+                raise LetPass(error)
+        return next(self)
+
+    def _begins(self, first: Any) -> None:
+        """Called with the first sample that goes into a batch."""
 
     def _recover(self, error: BaseException) -> Any:
         """Goes on after a failure: with the sample behind it or, at the second attempt, with the sample itself."""
@@ -87,7 +106,8 @@ class SourceReader:
             if inspect.isgenerator(self.source):
                 return self._tried_again(failed, error)
             try:
-                behind = next(self.source)  # type: ignore[arg-type]
+                assert self.source is not None
+                behind = next(self.source)
             except StopIteration:
                 if _in_a_generator(error):
                     # What feeds it is dead.

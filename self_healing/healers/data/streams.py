@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -58,7 +57,7 @@ class GuardedStream(Proxy, IterableDataset):  # type: ignore[type-arg]
         return len(self.wrapped)
 
     def __iter__(self) -> Iterator[Any]:
-        self.guard.names = None
+        self.guard.names = []
         self.live = LiveStream(self.wrapped, self.guard)
         return self.live
 
@@ -83,56 +82,42 @@ class LiveStream(SourceReader):
         super().__init__(self._opened, guard, _where)
         self._dataset = self._read = dataset
         self._shard = worker_id() or 0
-        self.back: deque[tuple[SampleName, Any]] = deque()
-
-    def __next__(self) -> Any:
-        guard = self._guard
-        if guard.off:
-            return self._plain()
-        try:
-            name, sample = self.draw()
-        except StopIteration:
-            raise
-        except BaseException as error:
-            failure = error
-        else:
-            if guard.names is None:
-                guard.names = []
-            guard.names.append(name)
-            return sample
-
-        def fail() -> Any:
-            raise failure
-
-        return guard.contained(fail, self._plain)
 
     def draw(self) -> tuple[SampleName, Any]:
         """Draws the next sample that can be used, and its name."""
-        if self.back:
-            return self.back.popleft()
-        sample = super().__next__()
-        if self.ordinal == 1:
-            self._guard.began(sample)
-            if self._read is not self._dataset:
-                # The stream itself is asked where it stands, by the loader and by checkpoints.
-                self._dataset._state_dict = self._read._state_dict
-        return f"{self._shard}:{self.ordinal - 1}", sample
-
-    def _plain(self) -> Any:
-        """Goes on without the guard, from where it stands."""
-        if self.back:
-            return self.back.popleft()[1]
-        if self.source is None:
-            self.source = iter(self._dataset)
         try:
-            return next(self.source)
+            sample = next(self)
+        except StopIteration:
+            raise
+        except Exception as error:
+            raise LetPass(error) from None
+        return self._guard.names.pop(), sample
+
+    def _otherwise(self) -> Any:
+        if self.back:
+            name, sample = self.back.popleft()
+            self._guard.names.append(name)
+            return sample
+        try:
+            return super()._otherwise()
         except LetPass as passed:
             error = passed.error
         raise error
 
+    def _recover(self, error: BaseException) -> Any:
+        recover = super()._recover
+        return self._guard.contained(lambda: recover(error), self._otherwise)
+
+    def _begins(self, first: Any) -> None:
+        self._guard.began(first)
+        if self._read is not self._dataset:
+            # The stream itself is asked where it stands, by the loader and by checkpoints.
+            self._dataset._state_dict = self._read._state_dict
+
     def _opened(self) -> Iterator[Any]:
-        if isinstance(self._dataset, HuggingFaceStream) and not self._guard.names_only:
-            self._read = _guarded(self._dataset, self._guard)
+        dataset, guard = self._dataset, self._guard
+        if isinstance(dataset, HuggingFaceStream) and not guard.names_only and not guard.off:
+            self._read = guard.contained(lambda: _guarded(dataset, guard), lambda: dataset)
         return iter(self._read)
 
 
