@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import two_zero_processes as zero_processes
-from conftest import adapter_trainer, leave_together
+from conftest import leave_together
 from transformers import TrainerCallback
 from two_zero_processes import Runs, config_of, zero_on_the_cpu
 
-from self_healing import CheckpointError, HealingConfig
+from self_healing import CheckpointError
 
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
@@ -40,11 +40,6 @@ class Raises(TrainerCallback):
 class CheckpointRuns(Runs):
     """Trains, writes checkpoints, and goes on from what is left of them."""
 
-    def written(self, stage: int, bf16: bool) -> None:
-        """Four checkpoints, of which the Trainer keeps one."""
-        healing = HealingConfig(snapshot_verify_steps=1)
-        self.run("written", stage, bf16=bf16, max_steps=8, save_total_limit=1, healing=healing, **SAVING)
-
     def torn(self, stage: int, bf16: bool) -> None:
         """A run of four steps, gone on from twice: with its newest checkpoint torn on one rank, and without it."""
         same: dict[str, Any] = {"stage": stage, "bf16": bf16, "resume": "auto", **SAVING}
@@ -60,17 +55,6 @@ class CheckpointRuns(Runs):
         torch.distributed.barrier()
         self.run("torn", max_steps=6, **same)
         self.run("undisturbed", max_steps=6, **same)
-
-    def adapters(self, stage: int, bf16: bool) -> None:
-        """A LoRA adapter, gone on from, and trained at once."""
-        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "make": adapter_trainer, **SAVING}
-        self.run("lora", resume="auto", max_steps=4, **same)
-        self.run("lora", resume="auto", max_steps=6, **same)
-        self.run("lora_at_once", healed=False, max_steps=6, **same)
-
-    def weights_alone(self, stage: int, bf16: bool) -> None:
-        """What `save_only_model` leaves."""
-        self.run("weights_alone", stage, bf16=bf16, save_only_model=True, max_steps=2, **SAVING)
 
     def raised(self, stage: int, bf16: bool) -> None:
         """An exception of the user's own in the fourth step, and the run that goes on from what it left."""

@@ -172,14 +172,6 @@ def test_where_nothing_can_be_loaded_it_is_not_the_samples(tmp_path: Path) -> No
 # ---- what counts as bad ----
 
 
-def test_a_sample_that_loads_at_the_second_attempt_is_kept(tmp_path: Path, tokenizer: Any) -> None:
-    rows = Rows(rows_of(tokenizer, tmp_path), {5}, times=1)
-    trainer = trainer_on(rows, tmp_path, tokenizer, max_steps=EPOCH)
-    trainer.train()
-    assert not quarantined(tmp_path)
-    assert [event["action"] for event in journal(tmp_path, "action")] == ["retry_call"]
-
-
 @pytest.mark.parametrize("error", [OSError(28, "no space"), MemoryError("host"), ConnectionError("gone")])
 def test_what_says_nothing_about_the_sample_passes(tmp_path: Path, error: Exception) -> None:
     class Failing(Rows):
