@@ -90,9 +90,7 @@ class Rounds(TrainerCallback):
         checkpoint = f"{trainer.args.output_dir}/checkpoint-{trainer.state.global_step}"
 
         def take() -> None:
-            snapshot = ring.take(live, int(trainer.state.global_step), {})
-            snapshot.wait()
-            self.nbytes = snapshot.nbytes
+            self.nbytes = ring.take(live, int(trainer.state.global_step), {}).nbytes
 
         def take_shared() -> None:
             record = partial(ResumeRecord.of, trainer, run.instrument.ledger, RandomState.capture(trainer.args.device))

@@ -69,7 +69,7 @@ class RunCheckpoints:
         self._generations = 0
         self._followed: dict[int, _Followed] = {}
         # Those that healthy steps make verified: what is not known to be finite never is.
-        self._waiting: list[int] = []
+        self.waiting: list[int] = []
         # The one that is kept until it is known whether it is good.
         self._pending: int | None = None
         # Of the last checkpoint, in bytes; 0 if this run has not written any yet.
@@ -153,7 +153,7 @@ class RunCheckpoints:
         self._step = step
         with self._contained("Keeping a checkpoint"):
             self._size = _size_of(checkpoint)
-            if step in self._waiting:
+            if step in self.waiting:
                 self._pin_until_known(step)
         # Rotation has left the links without the checkpoints they were made of.
         self.leave_room()
@@ -162,9 +162,9 @@ class RunCheckpoints:
 
     def verify_up_to(self, step: int) -> None:
         """Marks those up to a step as verified, if they are finite: enough healthy steps came after it."""
-        if not self._waiting or step < min(self._waiting):
+        if not self.waiting or step < min(self.waiting):
             return
-        good = [number for number in self._waiting if number <= step]
+        good = [number for number in self.waiting if number <= step]
         for number in good:
             self._mark(number, "verified")
         if self._pending is not None and self._pending <= step:
@@ -174,8 +174,8 @@ class RunCheckpoints:
             if self._generations and not newest.pinned and self._has_room_for(newest.path):
                 self._link(max(good))
             self._prune()
-            if self._waiting:
-                self._pin_until_known(max(self._waiting))
+            if self.waiting:
+                self._pin_until_known(max(self.waiting))
 
     def distrust(self, after: int, until: int, incident: str, verified: bool = False) -> tuple[int, ...]:
         """Marks as suspect what was written between the state the run goes back to and the fault."""
@@ -217,7 +217,7 @@ class RunCheckpoints:
 
     def _count_waiting(self) -> None:
         followed = self._followed.items()
-        self._waiting = [number for number, each in followed if each.standing == "unverified" and each.finite]
+        self.waiting = [number for number, each in followed if each.standing == "unverified" and each.finite]
 
     def _mark(self, number: int, standing: TrustLevel, incident: str | None = None) -> None:
         followed = self._followed[number]

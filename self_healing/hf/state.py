@@ -224,13 +224,17 @@ def reload_checkpoint(trainer: Any, checkpoint: str) -> None:
         group.update(rate)
 
 
-# ---- extents ----
+# ---- search ----
 
 
 # Elements that are converted or laid out again at a time, where that has to be.
 _AT_A_TIME = 1 << 22
 # Packed 4-bit numbers have no NaN, and no arithmetic of their own either.
 _ALWAYS_FINITE = frozenset({getattr(torch, "float4_e2m1fn_x2", None)})
+# A device is given few kernels for all tensors of a kind; where there is nothing to launch, one by one is faster.
+ONE_BY_ONE = {"cpu"}
+
+_Kind = tuple[torch.device, torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,17 +248,15 @@ class Extent:
 @torch.no_grad()
 def extent_of(tensor: torch.Tensor) -> Extent | None:
     """Finds the extent of a tensor, or of this rank's part of one; `None` where nothing could be NaN or Inf."""
-    found = [torch.aminmax(part) for part in _parts(tensor)]
+    found = [torch.aminmax(piece) for plain in _plain(tensor) for piece in _in_place(plain)]
     if not found:
         return None
-    if len(found) == 1:
-        return Extent(*found[0])
     lows, highs = zip(*found, strict=True)
     return Extent(torch.stack(lows).min(), torch.stack(highs).max())
 
 
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields parts of a tensor that can be searched in place."""
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the plain tensors of floating-point numbers in one."""
     tensor = tensor.detach()
     if hasattr(tensor, "__tensor_flatten__"):
         # Sharded, or quantised: its inner tensors. Its own arithmetic is a collective, or copies all of it. A DTensor
@@ -262,70 +264,77 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         for each in inner:
             if isinstance(each, torch.Tensor):
-                yield from _parts(each)
+                yield from _plain(each)
         return
     if tensor.is_sparse:
         tensor = tensor._values()
-    known = tensor.is_floating_point() or tensor.is_complex()
-    if not known or tensor.is_meta or tensor.numel() == 0 or tensor.dtype in _ALWAYS_FINITE:
-        return
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    # A transposed weight is contiguous in another order of its dimensions.
-    tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta and tensor.dtype not in _ALWAYS_FINITE:
+        yield tensor
+
+
+def _in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields a tensor in pieces that can be searched without much memory."""
     # 8-bit floats have no arithmetic of their own.
     converted = torch.bfloat16 if tensor.element_size() == 1 else tensor.dtype
+    if not tensor.is_contiguous():
+        # A transposed weight is contiguous in another order of its dimensions.
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     if tensor.is_contiguous() and converted == tensor.dtype:
         yield tensor
         return
-    for part in _pieces(tensor):
-        yield part.to(converted)
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields views of a tensor, none of them large."""
-    if tensor.numel() <= _AT_A_TIME:
-        yield tensor
-        return
-    longest = max(range(tensor.dim()), key=tensor.size)
-    for half in tensor.tensor_split(2, dim=longest):
-        yield from _pieces(half)
+    pieces = [tensor]
+    while pieces:
+        piece = pieces.pop()
+        if piece.numel() <= _AT_A_TIME:
+            yield piece.to(converted)
+        else:
+            pieces += piece.tensor_split(2, dim=max(range(piece.dim()), key=piece.size))
 
 
 @dataclass(slots=True)
 class Search:
     """Searches several tensors for NaN and Inf together."""
 
-    _looked_at: list[tuple[str, bool]] = field(default_factory=list)
-    _extents: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = field(default_factory=dict)
-    _places: dict[tuple[torch.device, torch.dtype], list[int]] = field(default_factory=dict)
-    _bad: set[int] = field(default_factory=set)
+    # By name, whether Inf is wrong as well.
+    _names: dict[str, bool] = field(default_factory=dict)
+    # What is still to be searched, and the largest numbers of what was, which are still to be read.
+    _left: dict[_Kind, list[tuple[str, torch.Tensor]]] = field(default_factory=dict)
+    _ends: dict[_Kind, list[tuple[str, torch.Tensor]]] = field(default_factory=dict)
+    _bad: set[str] = field(default_factory=set)
 
-    def add(self, name: str, value: torch.Tensor | Extent | float | None, inf: bool) -> None:
+    @torch.no_grad()
+    def add(self, name: str, value: torch.Tensor | float, inf: bool) -> None:
         """Adds a value to the search."""
-        place = len(self._looked_at)
-        self._looked_at.append((name, inf))
-        extent = extent_of(value) if isinstance(value, torch.Tensor) else value
-        if isinstance(extent, Extent):
-            kind = extent.low.device, extent.low.dtype
-            self._extents.setdefault(kind, []).extend((extent.low, extent.high))
-            self._places.setdefault(kind, []).append(place)
-        elif isinstance(extent, float) and _is_bad(extent, extent, inf):
-            self._bad.add(place)
+        self._names[name] = inf or self._names.get(name, False)
+        if not isinstance(value, torch.Tensor):
+            self._note(name, value)
+            return
+        for tensor in _plain(value):
+            kind = tensor.device, tensor.dtype
+            if tensor.element_size() > 1 and tensor.device.type not in ONE_BY_ONE:
+                self._left.setdefault(kind, []).append((name, tensor))
+                continue
+            for piece in _in_place(tensor):
+                self._ends.setdefault((piece.device, piece.dtype), []).extend((name, end) for end in piece.aminmax())
 
+    @torch.no_grad()
     def nonfinite(self) -> list[str]:
         """Returns the names of values that are not finite, each once. Waits once for each device and dtype."""
-        bad = set(self._bad)
-        for kind, extents in self._extents.items():
-            ends = torch.stack(extents).tolist()
-            for place, low, high in zip(self._places[kind], ends[::2], ends[1::2], strict=True):
-                if _is_bad(low, high, self._looked_at[place][1]):
-                    bad.add(place)
-        return list(dict.fromkeys(self._looked_at[place][0] for place in sorted(bad)))
+        for kind, left in self._left.items():
+            norms = torch._foreach_norm([tensor for _, tensor in left], ord=math.inf)
+            self._ends.setdefault(kind, []).extend((name, norm) for (name, _), norm in zip(left, norms, strict=True))
+        self._left.clear()
+        for ends in self._ends.values():
+            for (name, _), end in zip(ends, torch.stack([end for _, end in ends]).tolist(), strict=True):
+                self._note(name, end)
+        self._ends.clear()
+        return [name for name in self._names if name in self._bad]
 
-
-def _is_bad(low: float, high: float, inf: bool) -> bool:
-    return math.isnan(low) or (inf and not (math.isfinite(low) and math.isfinite(high)))
+    def _note(self, name: str, value: float) -> None:
+        if math.isnan(value) or (self._names[name] and math.isinf(value)):
+            self._bad.add(name)
 
 
 # ---- gradients: finds the gradients of a computation while its step is judged, and discards all of them ----

@@ -408,7 +408,7 @@ class Window:
         """
         Keeps the step, to be computed again later; `None` if its rows are generated again each time, or are too many.
         """
-        nbytes = _bytes_of(self._calls)
+        nbytes = nbytes_of([inputs for _, inputs, _, _ in self._calls])
         if self.objective.online or nbytes > largest:
             return None
         return Control(self._calls, loss, nbytes)
@@ -576,21 +576,17 @@ class Recording:
     options: list[dict[str, Any]]
 
 
-def _bytes_of(calls: Sequence[Call]) -> int:
-    """Of all tensors in the inputs, most of which are flat dictionaries, in each step."""
-    found = 0
-    for _, inputs, _, _ in calls:
-        for value in inputs.values() if isinstance(inputs, Mapping) else (inputs,):
-            found += value.nbytes if isinstance(value, torch.Tensor) else nbytes_of(value)
-    return found
-
-
 def nbytes_of(value: Any, elsewhere_than: torch.device | None = None) -> int:
-    if isinstance(value, torch.Tensor):
-        return 0 if value.device == elsewhere_than else value.nbytes
-    if isinstance(value, Mapping):
-        return sum(nbytes_of(inner, elsewhere_than) for inner in value.values())
-    return sum(nbytes_of(inner, elsewhere_than) for inner in value) if isinstance(value, (list, tuple)) else 0
+    """Counts the bytes of the tensors nested in a micro-batch, or in several."""
+    nbytes, found = 0, [value]
+    for each in found:
+        if isinstance(each, torch.Tensor):
+            nbytes += 0 if each.device == elsewhere_than else each.nbytes
+        elif isinstance(each, (list, tuple)):
+            found += each
+        elif isinstance(each, (dict, Mapping)):
+            found += each.values()
+    return nbytes
 
 
 def on_host(value: Any) -> Any:

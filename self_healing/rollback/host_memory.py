@@ -10,6 +10,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import psutil
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..hf.state import Extent, LiveState, extent_of, local
+from ..hf.state import LiveState, local
 
 
 logger = logging.getLogger("self_healing")
@@ -84,7 +85,7 @@ class HostBlock:
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Makes an uninitialised tensor in it, of a tensor's shape, dtype and, if it is dense, strides."""
-        offset, self._used = self._used, self._used + aligned(tensor)
+        offset, self._used = self._used, self._used + _aligned(tensor.nbytes)
         flat = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
         return flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
 
@@ -107,9 +108,8 @@ def _map_new(file: Path, nbytes: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-def aligned(tensor: torch.Tensor) -> int:
-    """Counts the bytes that a dense copy of a tensor takes in a [`HostBlock`]."""
-    return math.ceil(tensor.numel() * tensor.element_size() / _CACHE_LINE) * _CACHE_LINE
+def _aligned(nbytes: int) -> int:
+    return math.ceil(nbytes / _CACHE_LINE) * _CACHE_LINE
 
 
 def free_host_memory() -> int:
@@ -130,6 +130,10 @@ def free_host_memory() -> int:
 # ---- copies beside what a device computes ----
 
 
+# One for each device, of copies alone: what is gathered for them takes its memory from there.
+_streams: dict[torch.device, Any] = {}
+
+
 class Transfer:
     """Work of a CUDA device, after all it was given so far, on a stream of its own."""
 
@@ -137,13 +141,16 @@ class Transfer:
         self._device = device
         # A tensor that is freed meanwhile would be given to other work, which writes to it.
         self._work: Callable[[], None] | None = work
-        stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        event: Any = torch.cuda.Event
-        self._began, self._done = event(enable_timing=True), event(enable_timing=True)
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = _streams[device]
+        # Who waits for it leaves the processor to others.
+        self._done = _event(blocking=True)
+        # Around where later work has to wait for it, if it has to.
+        self._waiting: tuple[Any, Any] | None = None
         stream.wait_stream(torch.cuda.current_stream(device))
         try:
             with torch.cuda.stream(stream):
-                self._began.record(stream)
                 work()
                 self._done.record(stream)
         except BaseException:
@@ -151,21 +158,46 @@ class Transfer:
             stream.synchronize()
             raise
 
-    def wait(self) -> float:
-        """Returns once it is complete: the seconds it took."""
-        self._done.synchronize()
+    def wait(self) -> None:
+        """Returns once it is complete. Called in a thread beside training."""
+        with torch.cuda.device(self._device):
+            self._done.synchronize()
         self._work = None
-        return float(self._began.elapsed_time(self._done)) / 1000
 
     def join(self) -> None:
         """Orders all later work of the device after it; the host does not wait."""
-        if self._work is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._done)
-            self._work = None
+        if self._work is not None and not self._done.query():
+            stream = torch.cuda.current_stream(self._device)
+            before, after = self._waiting = _event(enable_timing=True), _event(enable_timing=True)
+            before.record(stream)
+            stream.wait_event(self._done)
+            after.record(stream)
+        self._work = None
+
+    def held_up(self) -> float:
+        """Gives the seconds that later work of the device waited for it; waits until they are over."""
+        if self._waiting is None:
+            return 0.0
+        before, after = self._waiting
+        after.synchronize()
+        return float(before.elapsed_time(after)) / 1000
+
+
+def _event(**options: bool) -> Any:
+    return torch.cuda.Event(**options)  # type: ignore[no-untyped-call]
 
 
 # By kind of device: others copy at once.
 TRANSFERS: dict[str, Callable[[torch.device, Callable[[], None]], Transfer]] = {"cuda": Transfer}
+
+
+def later(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Has a thread beside training do something."""
+    thread = ThreadPoolExecutor(1, "self_healing snapshot")
+    try:
+        return thread.submit(work, *arguments)
+    finally:
+        thread.shutdown(wait=False)
 
 
 # ---- copied state ----
@@ -183,8 +215,6 @@ class TensorCopy:
 
     host: torch.Tensor
     device: torch.device
-    may_be_infinite: bool
-    extent: Extent | None = None
     # Memory that moves between host and device by itself (bitsandbytes' paged optimizers) looks like host memory, and
     # belongs to the optimizer: the tensor itself is kept, to be written to again.
     paged: torch.Tensor | None = None
@@ -217,47 +247,102 @@ class AssembledCopy:
         return self.kind.__tensor_unflatten__(parts | self.others, self.context, self.size, self.stride)
 
 
-def save(value: Any, pairs: list[Pair], may_be_infinite: bool = False) -> Any:
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def save(value: Any, pairs: list[Pair]) -> Any:
     """Gives nested state with copies in place of its tensors, and adds what is to be copied for that."""
     if isinstance(value, torch.Tensor):
-        tensor = local(value)
-        if hasattr(tensor, "__tensor_flatten__"):
-            return _assembled(tensor, pairs, may_be_infinite)
-        kept = TensorCopy(_NOTHING, tensor.device, may_be_infinite, sharded=isinstance(value, DTensor))
-        kept.paged = value if getattr(value, "is_paged", False) else None
-        pairs.append((kept, tensor.detach()))
+        tensor = value.detach() if type(value) in _PLAIN else local(value)
+        if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
+            return _assembled(tensor, pairs)
+        paged = value if getattr(value, "is_paged", False) else None
+        kept = TensorCopy(_NOTHING, tensor.device, paged, isinstance(value, DTensor))
+        if tensor.numel():
+            pairs.append((kept, tensor))
+        else:
+            kept.host = torch.empty_like(tensor, device="cpu", requires_grad=False)
         return kept
     if isinstance(value, dict):
-        return {name: save(inner, pairs, may_be_infinite) for name, inner in value.items()}
+        return {name: save(inner, pairs) for name, inner in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(save(inner, pairs, may_be_infinite) for inner in value)
+        return type(value)(save(inner, pairs) for inner in value)
     return copy.deepcopy(value)
 
 
-def _assembled(tensor: Any, pairs: list[Pair], may_be_infinite: bool) -> AssembledCopy:
+def _assembled(tensor: Any, pairs: list[Pair]) -> AssembledCopy:
     names, context = tensor.__tensor_flatten__()
     inner = {name: getattr(tensor, name) for name in names}
     parts = {name: each for name, each in inner.items() if isinstance(each, torch.Tensor)}
     others = {name: each for name, each in inner.items() if name not in parts}
-    copies = save(parts, pairs, may_be_infinite)
+    copies = save(parts, pairs)
     return AssembledCopy(type(tensor), copies, others, context, tensor.size(), tensor.stride())
 
 
-def by_device(pairs: Iterable[Pair]) -> dict[torch.device, list[Pair]]:
-    found: dict[torch.device, list[Pair]] = {}
-    for kept, tensor in pairs:
-        found.setdefault(tensor.device, []).append((kept, tensor))
-    return found
+# Tensors of so few elements are copied together: step counters, biases, weights of norms.
+_FEW = 1 << 12
+_GATHERED = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32})
 
 
-def copy_all(pairs: Sequence[Pair], non_blocking: bool) -> None:
-    """Copies tensors all together: hundreds of small ones cost little more than one."""
-    if pairs:
-        hosts, tensors = [kept.host for kept, _ in pairs], [tensor for _, tensor in pairs]
-        torch._foreach_copy_(hosts, tensors, non_blocking=non_blocking)
-    for kept, tensor in pairs:
-        # After the copy: what turns NaN in between is refused, and not trusted.
-        kept.extent = extent_of(tensor)
+def gathered(pairs: Iterable[Pair]) -> list[list[Pair]]:
+    """Groups what is copied in one piece each: small tensors of a kind together, others alone."""
+    alone, together = list[list[Pair]](), dict[Any, list[Pair]]()
+    for pair in pairs:
+        tensor = pair[1]
+        if tensor.numel() > _FEW or tensor.dtype not in _GATHERED or not tensor.is_contiguous():
+            alone.append([pair])
+        else:
+            together.setdefault((tensor.device, tensor.dtype), []).append(pair)
+    return alone + list(together.values())
+
+
+def room_for(pieces: Iterable[Sequence[Pair]]) -> int:
+    """Counts the bytes that copies take."""
+    return sum(_aligned(sum(tensor.nbytes for _, tensor in piece)) for piece in pieces)
+
+
+def lay_out(pieces: Iterable[Sequence[Pair]], block: HostBlock) -> list[torch.Tensor]:
+    """Gives copies their places in host memory; returns those of the pieces."""
+    block.clear()
+    places = []
+    for piece in pieces:
+        kept, tensor = piece[0]
+        if len(piece) == 1:
+            places.append(block.like(tensor))
+            kept.host = places[-1]
+            continue
+        sizes = [tensor.numel() for _, tensor in piece]
+        places.append(block.like(tensor.new_empty(sum(sizes), device="meta")))
+        for (kept, tensor), part in zip(piece, torch.split(places[-1], sizes), strict=True):
+            kept.host = part.view(tensor.shape)
+    return places
+
+
+# What is copied where in one piece.
+Piece = tuple[torch.Tensor, Sequence[torch.Tensor]]
+
+
+def copy_all(pieces: Sequence[Piece], non_blocking: bool) -> None:
+    """Copies tensors, small ones gathered before, into their places."""
+    if pieces:
+        whole = [each[0] if len(each) == 1 else torch.cat([part.reshape(-1) for part in each]) for _, each in pieces]
+        torch._foreach_copy_([place for place, _ in pieces], whole, non_blocking=non_blocking)
+
+
+# By bytes an element.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def word_of(tensor: torch.Tensor) -> torch.dtype:
+    """The longest words in which both a tensor and its copy can be read."""
+    longest = tensor.numel() > _FEW and tensor.nbytes % 8 == 0
+    longest &= tensor.storage_offset() * tensor.element_size() % 8 == 0
+    return torch.int64 if longest else _WORDS[tensor.element_size()]
+
+
+def sum_of_words(tensor: torch.Tensor, word: torch.dtype) -> torch.Tensor:
+    """Adds up the bits of a tensor: the same wherever it lies, and another sum where a bit is another one."""
+    return tensor.reshape(-1).view(word).sum(dtype=torch.int64)
 
 
 def put_back(live: Any, saved: Any, like: Any = None) -> Any:
@@ -309,4 +394,4 @@ def size_of(live: LiveState) -> int:
     states = [] if live.optimizer is None else list(live.optimizer.state.values())
     pairs = list[Pair]()
     save([live.parameters, live.buffers, live.scaler, states], pairs)
-    return sum(aligned(tensor) for _, tensor in pairs)
+    return room_for(gathered(pairs))

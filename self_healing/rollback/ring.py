@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from ..hf.objective import StepSignals
 from ..hf.state import LiveState
-from ..hf.step import Control, Recording, Window, on_host
+from ..hf.step import Control, Recording, Window
 from ..ranks import votes
 from ..system import processes
-from .host_memory import HostBlock, free_host_memory, size_of
+from .host_memory import HostBlock, free_host_memory, later, size_of
 from .shared_memory import SharedStates
 from .snapshots import Snapshot
 
@@ -47,6 +48,10 @@ class SnapshotRing:
         self.initial: Snapshot | None = None
         self.trusted: list[Snapshot] = []
         self._spare: list[Snapshot] = []
+        # Host memory that a thread takes for one more, and its bytes.
+        self._reserved: tuple[Future[HostBlock], int] | None = None
+        # The newest one, until later work of the devices comes after its copy.
+        self.under_way: Snapshot | None = None
         # The tensors of the newest one, and the state that this process leaves to the next.
         self.taken_of: LiveState | None = None
         self.left: Snapshot | None = None
@@ -65,8 +70,28 @@ class SnapshotRing:
 
     def fits(self, live: LiveState) -> bool:
         """Whether there is host memory for one more state, or that of a snapshot not needed any more."""
-        reused = self.candidate or (self._spare[-1] if self._spare else Snapshot())
-        return size_of(live) - reused.nbytes <= _SHARE_OF_FREE_MEMORY * free_host_memory()
+        reused = self.candidate or (self._spare[-1] if self._spare else None)
+        reserved = 0 if self._reserved is None else self._reserved[1]
+        held = reserved if reused is None else reused.nbytes
+        return size_of(live) - held <= _SHARE_OF_FREE_MEMORY * free_host_memory()
+
+    def reserve(self, live: LiveState, device: torch.device) -> None:
+        """
+        Has a thread take host memory for the next snapshot, if it needs any that is not there yet: that of a device is
+        pinned, which takes seconds.
+        """
+        most = self.generations + 1 + (self.initial is not None)
+        if self._reserved or self._spare or self.shared is not None or len(self.snapshots()) >= most:
+            return
+        needed = size_of(live)
+        if 0 < needed <= _SHARE_OF_FREE_MEMORY * free_host_memory():
+            self._reserved = later(_new_block_on, device, needed), needed
+
+    def _new_snapshot(self) -> Snapshot:
+        reserved, self._reserved = self._reserved, None
+        # Where the thread has failed, the training thread tries it, and says what is wrong.
+        failed = reserved is None or reserved[0].exception() is not None
+        return Snapshot(block=None if failed or reserved is None else reserved[0].result())
 
     def shrink(self) -> bool:
         """Makes room for a candidate by giving up the oldest generation; `False` if that would leave none."""
@@ -92,11 +117,11 @@ class SnapshotRing:
                 Kept with it.
         """
         self.discard()
-        snapshot = self._spare.pop() if self._spare else Snapshot()
+        snapshot = self._spare.pop() if self._spare else self._new_snapshot()
         snapshot.step = snapshot.as_of = step
         snapshot.extras = extras
         try:
-            self.taken_of = live
+            self.taken_of, self.under_way = live, snapshot
             snapshot.take(live, HostBlock if self.shared is None else self.shared.new_block)
         except BaseException:
             self._retire(snapshot)
@@ -105,14 +130,16 @@ class SnapshotRing:
         return snapshot
 
     def join(self) -> None:
-        """Has the devices wait, before the state is changed, for copies that are still under way."""
-        for snapshot in self.snapshots():
-            snapshot.join()
+        """Has the devices wait, before the state is changed, for a copy that is still under way."""
+        if self.under_way is not None:
+            self.under_way.join()
+            self.under_way = None
 
     def wait(self) -> None:
         """Waits for all copies that are under way."""
         for snapshot in self.snapshots():
             snapshot.wait()
+        self.under_way = None
 
     # ---- trusting ----
 
@@ -168,11 +195,20 @@ class SnapshotRing:
     def release(self) -> None:
         """Gives all host memory back."""
         self.wait()
-        if self.shared is not None:
-            for snapshot in self.snapshots():
+        for snapshot in self.snapshots():
+            if self.shared is not None:
                 self.shared.revoke(snapshot)
-        self.candidate = self.initial = self.left = self.taken_of = None
+            # Whoever still holds the snapshot.
+            snapshot.block = None
+        self.candidate = self.initial = self.left = self.taken_of = self._reserved = None
         self.trusted, self._spare = [], []
+
+
+def _new_block_on(device: torch.device, nbytes: int) -> HostBlock:
+    if device.type == "cuda":
+        # Of this thread, which would pin it for another one.
+        torch.cuda.set_device(device)
+    return HostBlock(nbytes, pinned=device.type == "cuda")
 
 
 # ---- kept batches ----
@@ -191,35 +227,46 @@ class KeptBatches:
 
     def __init__(self) -> None:
         self.newest_healthy: Control | None = None
-        self.healthy_inputs: Any = None
         self.first_steps: list[Control] = []
+        # The steps since the newest trusted state, to be applied again, and their bytes.
         self.tape: deque[Recording] = deque()
+        self._on_tape = 0
+        # Behind a gap none can be: nothing is recorded until the next snapshot.
+        self._recording = False
         self._on_host = False
         self._gap = False
 
     def release(self) -> None:
         """Lets go of all of them."""
-        self.newest_healthy = self.healthy_inputs = None
+        self.newest_healthy = None
         self.first_steps, self._gap = [], False
-        self.tape.clear()
+        self.stop_recording()
 
-    def copy_of(self, window: Window, loss: float) -> Control | None:
-        """Copies a step to be computed again later."""
+    @property
+    def healthy_inputs(self) -> Any:
+        """The first micro-batch of the newest step with nothing wrong."""
+        return None if self.newest_healthy is None else self.newest_healthy.calls[0][1]
+
+    def keep(self, window: Window, loss: float, early: bool) -> Control | None:
+        """Keeps a step that is about to be applied, to be computed again later."""
         control = window.control(loss, _LARGEST_CONTROL)
         if control is not None and self._on_host:
             # The device has just been waited for: only the copy itself takes time.
             control.leave_device()
+        if early:
+            self._keep_first(control)
+        elif self.first_steps:
+            self.first_steps = []
+        if self._recording:
+            recording = None if control is None else window.recording(control)
+            if recording is None or self._on_tape + recording.control.nbytes > _LARGEST_TAPE:
+                self.stop_recording()
+            else:
+                self.tape.append(recording)
+                self._on_tape += recording.control.nbytes
         return control
 
-    def note_healthy(self, window: Window) -> None:
-        """Keeps the first micro-batch of a step with nothing wrong."""
-        if not window.objective.online:
-            inputs = window.inputs(0)
-            self.healthy_inputs = on_host(inputs) if self._on_host else inputs
-
-    # ---- the beginning of the run ----
-
-    def keep_first(self, control: Control | None) -> None:
+    def _keep_first(self, control: Control | None) -> None:
         """Keeps a step of the beginning of the run, unless there are enough, or one was left out for its size."""
         if len(self.first_steps) >= _TRIAL_STEPS or (control is not None and not math.isfinite(control.loss)):
             return
@@ -230,29 +277,24 @@ class KeptBatches:
 
     # ---- the tape ----
 
-    def record(self, window: Window, control: Control | None) -> None:
-        """Keeps the steps since the newest trusted state, to be applied again; not beyond a gap."""
-        recording = None if control is None else window.recording(control)
-        taken = sum(each.control.nbytes for each in self.tape)
-        if recording is None or taken + recording.control.nbytes > _LARGEST_TAPE:
-            self.tape.clear()
-        else:
-            self.tape.append(recording)
+    def record(self) -> None:
+        """Records the steps from here on: there is a state that they can be applied to."""
+        self._recording = True
+
+    def stop_recording(self) -> None:
+        """Drops all steps; later ones cannot be applied to a state from before them either."""
+        self.tape.clear()
+        self._on_tape, self._recording = 0, False
 
     def recorded(self, steps: range) -> list[Recording] | None:
         """Returns the recordings of these steps; `None` if not all of them are kept."""
         found = [each for each in self.tape if each.step in steps]
         return found if [each.step for each in found] == list(steps) else None
 
-    def forget_before(self, step: int) -> None:
-        """Drops the steps before the newest trusted state: they are not applied again."""
-        while self.tape and self.tape[0].step < step:
-            self.tape.popleft()
-
-    def forget_beyond(self, step: int) -> None:
-        """Drops the steps from this one on: the run goes on from here with others."""
-        while self.tape and self.tape[-1].step >= step:
-            self.tape.pop()
+    def keep_only(self, steps: range) -> None:
+        """Drops those before the newest trusted state, and those after it that the run takes anew."""
+        self.tape = deque(each for each in self.tape if each.step in steps)
+        self._on_tape = sum(each.control.nbytes for each in self.tape)
 
     # ---- where memory ran out ----
 
@@ -263,15 +305,13 @@ class KeptBatches:
         recorded = [recording.control for recording in self.tape]
         every = [*recorded, *self.first_steps, *with_snapshots, self.newest_healthy]
         kept = {id(control): control for control in every if control is not None}.values()
-        # The same tensors, mostly, as those of the newest step that is kept.
-        self.healthy_inputs = None if of_host else on_host(self.healthy_inputs)
         if not of_host:
             self._on_host = True
             return sum(control.leave_device() for control in kept)
         if device.type != "cpu" and not self._on_host:
             return 0
         self.first_steps, self.newest_healthy, self._gap = [], None, True
-        self.tape.clear()
+        self.stop_recording()
         for snapshot in snapshots:
             snapshot.extras.pop("control", None)
         return sum(control.nbytes for control in kept)

@@ -272,7 +272,8 @@ class Rollback:
             self._gone_back_to.as_of = step + 1
         self._gone_back_to = None
         self.states.displaced = False
-        self.batches.tape.clear()
+        self.batches.stop_recording()
+        self.batches.record()
 
     def fall_back(self) -> bool:
         """

@@ -184,7 +184,7 @@ class _Pickler(pickle.Pickler):
             raise NotStorable("a paged optimizer moves its state by itself")
         host, device = value.host, value.device.type
         offset = self._block.offset_of(host) if host.numel() else None
-        return offset, host.dtype, tuple(host.shape), host.stride(), device, value.may_be_infinite, value.sharded
+        return offset, host.dtype, tuple(host.shape), host.stride(), device, value.sharded
 
 
 class _Unpickler(pickle.Unpickler):
@@ -196,7 +196,7 @@ class _Unpickler(pickle.Unpickler):
         self._device = device
 
     def persistent_load(self, pid: Any) -> TensorCopy:
-        offset, dtype, shape, stride, kind, may_be_infinite, sharded = pid
+        offset, dtype, shape, stride, kind, sharded = pid
         if offset is None:
             host = torch.empty_strided(shape, stride, dtype=dtype)
         else:
@@ -205,7 +205,7 @@ class _Unpickler(pickle.Unpickler):
             host = host.as_strided(shape, stride)
         # Its number may be another one now.
         device = self._device if kind == self._device.type else torch.device(kind)
-        return TensorCopy(host, device, may_be_infinite, sharded=sharded)
+        return TensorCopy(host, device, sharded=sharded)
 
 
 class StoredState:
@@ -331,6 +331,18 @@ _SHARE = 0.9
 _STATES = 3
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What belongs to a snapshot that may still be being copied."""
+
+    snapshot: Snapshot
+    facts: StateFacts
+    body: bytes
+    # The loss and the sum of what is frozen, and when they are there.
+    numbers: tuple[torch.Tensor, torch.Tensor]
+    there: Any
+
+
 class SharedStates:
     """Lets the snapshots of one rank outlive its process."""
 
@@ -340,9 +352,8 @@ class SharedStates:
         # `None` until it is known whether there is room.
         self._open: bool | None = None
         self._numbers = count(1)
-        # A snapshot that may still be being copied, and the file about it; the loss and the sum of what is frozen are
-        # read once it is written, for which nothing has to wait for the device.
-        self._prepared: tuple[Snapshot, StateFacts, bytes, torch.Tensor, torch.Tensor] | None = None
+        # Stored once its copy is complete and was searched, for which nothing has to wait then.
+        self.prepared: _Prepared | None = None
         self._kept = False
 
     @property
@@ -412,12 +423,12 @@ class SharedStates:
         weights: str = "",
     ) -> None:
         """Writes down what belongs to a snapshot, whose copy may still be under way."""
-        self._prepared, began = None, time.perf_counter()
+        self.prepared, began = None, time.perf_counter()
         if not self._open:
             return
         try:
             self._write_down(snapshot, live, record(), owed, weights)
-            if not snapshot.under_way:
+            if not snapshot.copies_beside or snapshot.looked_at:
                 self.store()
         except Exception as error:
             self._give_up(error)
@@ -439,33 +450,40 @@ class SharedStates:
                 "record": replace(record, running_loss=torch.zeros(())),
             }
         )
-        frozen = sum_of_all(live.frozen, record.running_loss.device)
+        loss, there = record.running_loss, None
+        numbers = [each.to("cpu", non_blocking=True) for each in (loss, sum_of_all(live.frozen, loss.device))]
+        if loss.device.type == "cuda":
+            # Read without an event, they would be waited for with all that the device has been given by then.
+            there = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            there.record(torch.cuda.current_stream(loss.device))
         body = file.getvalue()
         facts = StateFacts(self._run, record.step, owed, weights, block.file.name, zlib.crc32(body))
-        self._prepared = snapshot, facts, body, record.running_loss, frozen
+        self.prepared = _Prepared(snapshot, facts, body, (numbers[0], numbers[1]), there)
 
     def store(self) -> None:
-        """Stores the state that was prepared; called once its copy is complete, or nearly."""
-        prepared, self._prepared = self._prepared, None
+        """Stores the state that was prepared; waits until its copy is complete and was searched."""
+        prepared, self.prepared = self.prepared, None
         if prepared is None:
             return
-        snapshot, facts, body, running_loss, frozen = prepared
         try:
-            if snapshot.nonfinite():
+            if prepared.snapshot.nonfinite():
                 return
-            facts = replace(facts, running_loss=float(running_loss), frozen=int(frozen))
+            if prepared.there is not None:
+                prepared.there.synchronize()
+            running_loss, frozen = prepared.numbers
+            facts = replace(prepared.facts, running_loss=float(running_loss), frozen=int(frozen))
             path = self._new_file(SUFFIX)
             # Whole or not at all.
             temporary = path.with_suffix(".tmp")
-            temporary.write_bytes(pickle.dumps(facts) + body)
-            snapshot.stored = temporary.replace(path)
+            temporary.write_bytes(pickle.dumps(facts) + prepared.body)
+            prepared.snapshot.stored = temporary.replace(path)
         except Exception as error:
             self._give_up(error)
 
     def revoke(self, snapshot: Snapshot) -> None:
         """Takes back that a snapshot is one to go on from, before its memory is used again."""
-        if self._prepared is not None and self._prepared[0] is snapshot:
-            self._prepared = None
+        if self.prepared is not None and self.prepared.snapshot is snapshot:
+            self.prepared = None
         if snapshot.stored is not None:
             self._remove(snapshot.stored)
             snapshot.stored = None
@@ -478,7 +496,7 @@ class SharedStates:
 
     def close(self) -> None:
         """Nothing is stored any more: nobody goes on from it."""
-        self._prepared, self._open = None, False
+        self.prepared, self._open = None, False
 
     def _give_up(self, error: Exception) -> None:
         if isinstance(error, NotStorable | OSError):

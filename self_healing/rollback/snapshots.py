@@ -6,10 +6,10 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent import futures
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -21,14 +21,19 @@ from .host_memory import (
     HostBlock,
     NewBlock,
     Pair,
+    Piece,
     TensorCopy,
     Transfer,
-    aligned,
-    by_device,
     copy_all,
+    gathered,
+    later,
+    lay_out,
     leaves,
     put_back,
+    room_for,
     save,
+    sum_of_words,
+    word_of,
 )
 
 
@@ -52,7 +57,7 @@ class Snapshot:
         extras (`dict`):
             What its owner keeps with it.
         seconds (`float`):
-            Time it took to copy it, on the device and on the CPU, and to write it down for another process.
+            Time for which it held the training thread up, on the CPU.
         block ([`HostBlock`]):
             The host memory it lies in.
         stored (`Path`):
@@ -71,13 +76,15 @@ class Snapshot:
     states: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
     block: HostBlock | None = None
     stored: Path | None = None
-    under_way: list[Transfer] = field(default_factory=list)
     # Whether a forward wrote to the weights while they were copied: part of the copy is older than the rest.
-    written_to: bool = False
-    # What is copied beside the computation, and how often it had been written to by then.
-    _copied: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    # What [`nonfinite`] has found, once it was asked.
-    _nonfinite: list[str] | None = None
+    torn: bool = False
+    _transfers: list[Transfer] = field(default_factory=list)
+    # What is wrong with the copy: a thread looks for it as soon as it is complete.
+    _found: futures.Future[list[str]] | None = None
+    # The places in the block, of each tensor and of each piece, and for which kinds of tensors they were made.
+    _kinds: list[Any] = field(default_factory=list)
+    _hosts: list[torch.Tensor] = field(default_factory=list)
+    _places: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -86,6 +93,7 @@ class Snapshot:
 
     # ---- taking ----
 
+    @torch.no_grad()
     def take(self, live: LiveState, new_block: NewBlock = HostBlock) -> None:
         """
         Copies the state of a run as it is, into the host memory of what was here before if it is large enough. The
@@ -99,13 +107,14 @@ class Snapshot:
         """
         began = time.perf_counter()
         self.wait()
-        self.written_to, self._copied, self._nonfinite = False, [], None
+        self.torn, self._transfers, self._found = False, [], None
         # What changes without an `optimizer.step()` is copied in the stream that all is computed in: buffers, which a
         # forward pass changes, and the scale, which may change where a step is left out.
         at_once, beside = list[Pair](), list[Pair]()
-        self.buffers = save(live.buffers, at_once, may_be_infinite=True)
-        self.scaler, self.loss_scaler = save(live.scaler, at_once), save(live.loss_scaler, at_once)
+        self.buffers, self.scaler = save(live.buffers, at_once), save(live.scaler, at_once)
+        self.loss_scaler = save(live.loss_scaler, at_once)
         self.parameters = save(live.parameters, beside)
+        sums = _sums_of(beside)
         groups = [] if live.optimizer is None else live.optimizer.param_groups
         states = {} if live.optimizer is None else live.optimizer.state
         self.groups = [
@@ -113,67 +122,84 @@ class Snapshot:
             for group in groups
         ]
         self.states = [(parameter, save(state, beside)) for parameter, state in states.items()]
-        self._make_room([*at_once, *beside], new_block)
         try:
-            self._copy(by_device(at_once), by_device(beside))
-        except BaseException:
-            self.wait()
-            raise
+            self._copy(at_once, beside, new_block)
+        finally:
+            # Where it failed, what was begun is waited for all the same before the memory is used again.
+            self._found = later(self._look, self._transfers, sums)
         self.seconds = time.perf_counter() - began
 
-    def _make_room(self, pairs: list[Pair], new_block: NewBlock) -> None:
-        needed = sum(aligned(tensor) for _, tensor in pairs)
-        if self.block is None or self.block.nbytes < needed:
-            self.block = None
-            pinned = any(tensor.device.type == "cuda" for _, tensor in pairs)
-            self.block = new_block(needed, pinned) if needed else None
-        if self.block is not None:
-            self.block.clear()
-        for kept, tensor in pairs:
-            if self.block is None or tensor.numel() == 0:
-                kept.host = torch.empty_like(tensor, device="cpu", requires_grad=False)
-            else:
-                kept.host = self.block.like(tensor)
-
-    def _copy(self, at_once: dict[torch.device, list[Pair]], beside: dict[torch.device, list[Pair]]) -> None:
-        for device in {**at_once, **beside}:
-            transfer, pairs = TRANSFERS.get(device.type), beside.get(device, [])
-            copy_all(at_once.get(device, []), non_blocking=transfer is not None)
+    def _copy(self, at_once: list[Pair], beside: list[Pair], new_block: NewBlock) -> None:
+        now, rest = gathered(at_once), gathered(beside)
+        self._make_room([*at_once, *beside], [*now, *rest], new_block)
+        by_device: dict[torch.device, tuple[list[Piece], list[Piece]]] = {}
+        for number, (place, piece) in enumerate(zip(self._places, [*now, *rest], strict=True)):
+            of_device = by_device.setdefault(piece[0][1].device, ([], []))
+            of_device[number >= len(now)].append((place, [tensor for _, tensor in piece]))
+        for device, (first, then) in by_device.items():
+            transfer = TRANSFERS.get(device.type)
+            copy_all(first, non_blocking=transfer is not None)
             if transfer is None:
-                copy_all(pairs, non_blocking=False)
+                copy_all(then, non_blocking=False)
             else:
-                self._copied += [(tensor, tensor._version) for _, tensor in pairs]
-                self.under_way.append(transfer(device, partial(copy_all, pairs, non_blocking=True)))
+                self._transfers.append(transfer(device, partial(copy_all, then, non_blocking=True)))
+
+    def _make_room(self, pairs: list[Pair], pieces: list[list[Pair]], new_block: NewBlock) -> None:
+        kinds = [(tensor.shape, tensor.dtype, tensor.device, tensor.stride()) for _, tensor in pairs]
+        if kinds != self._kinds:
+            self._kinds, self._hosts, self._places, needed = [], [], [], room_for(pieces)
+            if self.nbytes < needed:
+                self.block = None
+                self.block = new_block(needed, any(tensor.device.type == "cuda" for _, tensor in pairs))
+            if self.block is not None:
+                self._places = lay_out(pieces, self.block)
+            self._kinds, self._hosts = kinds, [kept.host for kept, _ in pairs]
+        for (kept, _), host in zip(pairs, self._hosts, strict=True):
+            kept.host = host
+
+    def _look(self, transfers: list[Transfer], sums: list[Sums]) -> list[str]:
+        for transfer in transfers:
+            transfer.wait()
+        for copies, before in sums:
+            now = [int(sum_of_words(kept.host, word)) for kept, word in copies]
+            if now != before.tolist():
+                self.torn = True
+                return ["written to while they were copied"]
+        search = Search()
+        for name, kept in self.copies():
+            # A causal mask kept as a buffer holds -inf on purpose.
+            search.add(name, kept.host, inf=not name.startswith("buffer:"))
+        return search.nonfinite()
 
     def wait(self) -> None:
-        """Waits until the copy is complete, and measures it."""
-        if self.under_way:
-            self._look_for_writes()
-            self.seconds += max(transfer.wait() for transfer in self.under_way)
-            self.under_way = []
+        """Waits until the copy is complete, and nobody reads its memory any more."""
+        self.join()
+        if self._found is not None:
+            futures.wait([self._found])
 
     def join(self) -> None:
         """Orders all later work of the devices after the copy, before weights change; the host does not wait."""
-        self._look_for_writes()
-        for transfer in self.under_way:
+        for transfer in self._transfers:
             transfer.join()
 
-    def _look_for_writes(self) -> None:
-        """Once, before the optimizer writes to what was copied."""
-        copied, self._copied = self._copied, []
-        if any(tensor._version != version for tensor, version in copied):
-            self.written_to, self._nonfinite = True, ["written to while they were copied"]
+    @property
+    def copies_beside(self) -> bool:
+        """Whether it was, or is, copied beside training."""
+        return bool(self._transfers)
+
+    @property
+    def looked_at(self) -> bool:
+        """Whether the copy is complete and was searched, so that nothing waits for [`nonfinite`]."""
+        return self._found is None or self._found.done()
 
     def nonfinite(self) -> list[str]:
-        """Names of the tensors that were not finite when it was taken. Waits for the copy."""
-        self.wait()
-        if self._nonfinite is None:
-            search = Search()
-            for name, kept in self.copies():
-                # A causal mask kept as a buffer holds -inf on purpose.
-                search.add(name, kept.extent, inf=not kept.may_be_infinite)
-            self._nonfinite = search.nonfinite()
-        return self._nonfinite
+        """Names of the tensors that were not finite when it was taken. Waits for the copy, and for the search."""
+        self.join()
+        return [] if self._found is None else self._found.result()
+
+    def held_up(self) -> float:
+        """Gives the seconds for which training waited for it, on the CPU and on the devices."""
+        return self.seconds + max((transfer.held_up() for transfer in self._transfers), default=0.0)
 
     def copies(self) -> Iterator[tuple[str, TensorCopy]]:
         """Yields the copies of weights, buffers and optimizer state, by name."""
@@ -216,57 +242,63 @@ class Snapshot:
             state[parameter] = put_back(state.get(parameter), saved, parameter)
 
 
+# Copies, the words they are added up in, and the sums of what was copied.
+Sums = tuple[list[tuple[TensorCopy, torch.dtype]], torch.Tensor]
+
+
+def _sums_of(pairs: list[Pair]) -> list[Sums]:
+    """
+    Adds up what is copied beside the next forward, before that begins: some write to weights (clamped, quantised,
+    averaged ones), and by way of `.data` without a trace.
+    """
+    found: dict[torch.device, tuple[list[tuple[TensorCopy, torch.dtype]], list[torch.Tensor]]] = {}
+    for kept, tensor in pairs:
+        if tensor.device.type in TRANSFERS:
+            copies, sums = found.setdefault(tensor.device, ([], []))
+            copies.append((kept, word_of(tensor)))
+            sums.append(sum_of_words(tensor, copies[-1][1]))
+    # Into pinned memory: complete before the copies are, which begin later.
+    return [(copies, torch.stack(sums).to("cpu", non_blocking=True)) for copies, sums in found.values()]
+
+
 # ---- interval: chooses how many steps lie between two snapshots, by what they cost ----
 
 
 # Closer snapshots would be no older than what verification takes anyway.
 _LEAST_STEPS = 5
-# Share of the training time that copying snapshots may take.
-OVERHEAD_BUDGET = 0.01
+# Share of the training time for which snapshots may hold the training thread up.
+OVERHEAD_BUDGET = 0.0025
 # One copy that was held up by something else must not leave the run without a newer state for hundreds of steps: the
 # next one, at most this many times as far away, says what copies cost.
 _MOST_GROWTH = 10
 
 
 class SnapshotInterval:
-    """
-    Times steps and copies, and says when a snapshot is due: as soon as copies stay within their share of the time.
-    """
+    """Measures what snapshots hold up, and says how many steps lie between two."""
 
     def __init__(self, config: HealingConfig) -> None:
         self._config = config
         self.steps = config.snapshot_interval or _LEAST_STEPS
         # The step of the last snapshot, or of the last rollback.
         self.last_taken = 0
+        # When the steps after the last snapshot began.
+        self.began = 0.0
         self._chosen = False
-        # When the last step began, or the copy before it had ended; `None` where `train()` was entered since then.
-        self.began: float | None = None
-        self._step_seconds: deque[float] = deque(maxlen=20)
-        # Those into new memory take several times as long: the shortest counts.
-        self._copy_seconds: deque[float] = deque(maxlen=5)
-
-    def step_begins(self, step: int) -> bool:
-        """Takes the time of the step before; returns whether a snapshot is due."""
-        now = time.perf_counter()
-        if self.began is not None:
-            self._step_seconds.append(now - self.began)
-        self.began = now
-        return step - self.last_taken >= self.steps
+        # A snapshot into new memory takes several times as long, and among steps there may be an evaluation: the
+        # shortest count.
+        self._held_up: deque[float] = deque(maxlen=5)
+        self._step_seconds: deque[float] = deque(maxlen=5)
 
     @property
-    def typical_step(self) -> float:
-        """Seconds that a step takes on this rank; infinite before there was one."""
-        return median(self._step_seconds) if self._step_seconds else math.inf
+    def held_up(self) -> float:
+        """Seconds for which a snapshot holds training up on this rank."""
+        return min(self._held_up, default=0.0)
 
-    @property
-    def typical_copy(self) -> float:
-        """Seconds that a copy takes on this rank."""
-        return min(self._copy_seconds, default=0.0)
-
-    def share_of_step(self, snapshot: Snapshot) -> float:
-        """Measures what the copy into a snapshot cost on this rank, in steps."""
-        self._copy_seconds.append(snapshot.seconds)
-        return self.typical_copy / self.typical_step
+    def share_of_step(self, snapshot: Snapshot, steps: int) -> float:
+        """Measures, so many steps after it, what a snapshot cost on this rank, in steps."""
+        self._step_seconds.append((time.perf_counter() - self.began) / steps)
+        self._held_up.append(snapshot.held_up())
+        return self.held_up / min(self._step_seconds)
 
     def choose(self, share: float) -> bool:
         """Chooses the interval by what copies cost; whether it is another one."""

@@ -59,8 +59,8 @@ class TrustedStates:
         self._learned: Any = None
         self._instrument: Instrument | None = None
         self._on_disk_only = not config.snapshots
-        self._entry_step = 0
-        self._cold = False
+        # Until then the run has only just begun, with detectors that had nothing to go by.
+        self._early_until = 0
         self._optimizer: Any = None
         # Whether a forward was seen to write to the weights: training waits for copies of them.
         self._forward_writes = False
@@ -94,11 +94,11 @@ class TrustedStates:
     def begin(self, instrument: Instrument, cold: bool, learned: Any) -> None:
         """Called whenever `train()` is entered: keeps the state it begins with, unless what is kept still holds."""
         first, self._instrument, self._learned = self._instrument is None, instrument, learned
-        self.interval.began = self.batches.newest_healthy = None
+        self.batches.newest_healthy = None
         self.streak = 0
         step = int(instrument.trainer.state.global_step)
         if first:
-            self._entry_step, self._cold = step, cold
+            self._early_until = step + EARLY_STEPS if cold else step
         optimizer = self.live.optimizer
         if not first and optimizer is self._optimizer:
             # Entered again with the same model and optimizer: what was trusted still is, unless it is yet to come.
@@ -120,7 +120,7 @@ class TrustedStates:
             ring.distrust(ahead)
         if ring.initial is not None and ring.initial.as_of > step:
             ring.initial = None
-        self.batches.forget_beyond(step)
+        self.batches.keep_only(range(step))
         self.interval.last_taken = min(self.interval.last_taken, step)
 
     def release(self) -> None:
@@ -131,7 +131,7 @@ class TrustedStates:
 
     def early(self, step: int) -> bool:
         """Whether the run has only just begun, with detectors that had nothing to go by."""
-        return self._cold and step - self._entry_step < EARLY_STEPS
+        return step < self._early_until
 
     def generations(self) -> list[Snapshot]:
         """Lists the trusted states in memory, the newest first."""
@@ -142,50 +142,50 @@ class TrustedStates:
 
     def step_begins(self, step: int, calm: bool) -> bool:
         """Called between two steps; returns whether a snapshot is due."""
-        if self.ring.shared is not None:
-            # By now all copies that the last step began with are complete, or training waits for them.
-            self.ring.shared.store()
-        due = self.interval.step_begins(step)
-        return due and calm and not self._on_disk_only and self.ring.candidate is None
+        shared, interval = self.ring.shared, self.interval
+        if shared is not None and shared.prepared is not None and shared.prepared.snapshot.looked_at:
+            shared.store()
+        since = step - interval.last_taken
+        if since == 1 and not self._on_disk_only:
+            # By now the optimizer has all its state.
+            self.ring.reserve(self.live, self.device)
+        due = calm and since >= interval.steps
+        return due and not self._on_disk_only and self.ring.candidate is None
 
     def keep_batch(self, window: Window, loss: float) -> Control | None:
         """Keeps the batch of a step that is about to be applied."""
         # Whatever was put in place while it was judged: the run goes on from there.
         self.displaced = False
-        # What comes now, if only that a step is left out, may change what is still being copied.
-        self.ring.join()
-        batches = self.batches
-        control = batches.copy_of(window, loss)
-        if self.early(window.step):
-            batches.keep_first(control)
-        else:
-            batches.first_steps = []
-        batches.record(window, None if self._on_disk_only else control)
-        return control
+        if self.ring.under_way is not None:
+            # What comes now, if only that a step is left out, may change what is still being copied.
+            self.ring.join()
+        return self.batches.keep(window, loss, window.step < self._early_until)
 
     def step_taken(
         self, step: int, healthy: bool, control: Control | None, vouched: Callable[[int], bool] = lambda _: True
     ) -> bool:
         """Takes in a step that is about to be applied; returns whether the candidate has stood the test with it."""
+        if not healthy:
+            self.streak = 0
+            return False
         candidate = self.ring.candidate
-        due = healthy and candidate is not None and self.will_trust(step) and vouched(candidate.step)
-        self.streak = self.streak + 1 if healthy else 0
-        if healthy:
-            self.batches.newest_healthy = control
+        due = candidate is not None and self.will_trust(step) and vouched(candidate.step)
+        self.streak += 1
+        self.batches.newest_healthy = control
         return due
 
     def will_trust(self, step: int) -> bool:
         """Whether this step, if it is healthy, completes the test of the candidate, which all ranks then vote on."""
         candidate, needed = self.ring.candidate, self._config.snapshot_verify_steps
-        return candidate is not None and self.streak + 1 >= needed and candidate.step <= self._verified(step)
-
-    def _verified(self, step: int) -> int:
-        return step + 1 - self._config.snapshot_verify_steps
+        return candidate is not None and self.streak + 1 >= needed and candidate.step + needed <= step + 1
 
     def verify_checkpoints(self, step: int) -> None:
         """Has the healthy steps up to one that was taken in verify what is on disk, too."""
-        if self.streak >= self._config.snapshot_verify_steps and self._refused_at != step:
-            self._checkpoints.verify_up_to(self._verified(step))
+        if not self._checkpoints.waiting:
+            return
+        needed = self._config.snapshot_verify_steps
+        if self.streak >= needed and self._refused_at != step:
+            self._checkpoints.verify_up_to(step + 1 - needed)
 
     # ---- taking snapshots ----
 
@@ -213,8 +213,9 @@ class TrustedStates:
         self.ring.discard()
         if self._on_disk_only or not self.generations():
             return False
-        # Waited for: the forward passes of an experiment are not those of training, and may write to it.
-        if self._copy(SET_ASIDE, step, {}, wait=True):
+        if self._copy(SET_ASIDE, step, {}):
+            # The forward passes of an experiment are not those of training, and may write to it.
+            self.ring.join()
             return True
         self.ring.discard()
         logger.warning("Step %d: there is no memory to set the state aside for an experiment.", step)
@@ -226,18 +227,21 @@ class TrustedStates:
         optimizer_in_training_mode(self.instrument.trainer)
         kept = {"rng": RandomState.capture(self.device), "control": self.batches.newest_healthy}
         self.interval.last_taken = step
-        if self._copy(TAKEN, step, self._learned.remember() | kept, wait=self._forward_writes):
+        if self._copy(TAKEN, step, self._learned.remember() | kept):
+            if self._forward_writes:
+                self.ring.join()
+            self.batches.record()
             return True
         self._rely_on_disk(size_of(self.live))
         return False
 
-    def _copy(self, question: str, step: int, extras: dict[str, Any], wait: bool = False) -> bool:
+    def _copy(self, question: str, step: int, extras: dict[str, Any]) -> bool:
         """Copies the state into a candidate, with fewer older ones if need be. All ranks have to come."""
         live = self.live
         while True:
             fits = self.ring.fits(live)
             # On Linux memory that is promised is not always there.
-            lacks = fits and self._lacks_memory(live, step, extras, wait)
+            lacks = fits and self._lacks_memory(live, step, extras)
             # One vote, where it fits. Ranks that have taken it take it again, once all of them have made room.
             too_large, lacking, *_ = votes.sum_over_ranks(question, (not fits, lacks), self.device)
             if not too_large and not lacking:
@@ -245,12 +249,10 @@ class TrustedStates:
             if not (too_large and self.ring.shrink()):
                 return False
 
-    def _lacks_memory(self, live: LiveState, step: int, extras: dict[str, Any], wait: bool) -> bool:
+    def _lacks_memory(self, live: LiveState, step: int, extras: dict[str, Any]) -> bool:
         """Takes a snapshot; returns whether memory ran out on this rank."""
         try:
-            taken = retry_after_freeing(lambda: self.ring.take(live, step, extras), self.device)
-            if wait:
-                taken.wait()
+            retry_after_freeing(lambda: self.ring.take(live, step, extras), self.device)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -263,6 +265,7 @@ class TrustedStates:
         free = free_host_memory()
         self._let_go_of_inherited()
         self.ring.release()
+        self.batches.stop_recording()
         self._journal.event("snapshots_off", self.interval.last_taken, bytes_needed=needed, bytes_free=free)
         logger.warning(
             "Snapshots are off: one takes %.2f GB of host memory, and %.2f GB are free. A run that fails goes back to "
@@ -284,8 +287,8 @@ class TrustedStates:
         candidate = self.ring.candidate
         if candidate is None:
             raise RuntimeError("there is no snapshot to be trusted")
-        bad = self._search(candidate)
-        share = 0.0 if bad else self.interval.share_of_step(candidate)
+        bad = self._wrong_in(candidate)
+        share = 0.0 if bad else self.interval.share_of_step(candidate, step + 1 - candidate.step)
         unsound, share = votes.largest(TRUSTED, (bool(bad), share), self.device)[:2]
         if unsound:
             return self._refuse(candidate, step, bad or ["on another rank"])
@@ -293,17 +296,17 @@ class TrustedStates:
         if self.ring.shared is not None:
             self.ring.shared.store()
         self._let_go_of_inherited()
-        self.batches.forget_before(candidate.step)
+        self.batches.keep_only(range(candidate.step, step + 1))
         if not self.early(step + 1):
             self.ring.forget_initial()
         if self.interval.choose(share):
             self._note_interval(step, share)
         return []
 
-    def _search(self, candidate: Snapshot) -> list[str]:
-        """Searches a candidate for tensors that are not finite; one that cannot be searched is not trusted either."""
+    def _wrong_in(self, candidate: Snapshot) -> list[str]:
+        """What is not finite in a candidate; one that cannot be searched is not trusted either."""
         try:
-            return retry_after_freeing(candidate.nonfinite, self.device)
+            return candidate.nonfinite()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -311,7 +314,7 @@ class TrustedStates:
 
     def _refuse(self, candidate: Snapshot, step: int, bad: list[str]) -> list[str]:
         self._refused_at = step
-        self._forward_writes |= candidate.written_to
+        self._forward_writes |= candidate.torn
         self.ring.discard()
         self._journal.event("snapshot_refused", step, taken_at=candidate.step, tensors=bad[:20])
         logger.warning(
@@ -331,6 +334,6 @@ class TrustedStates:
             interval=max(self.interval.steps, verify_steps),
             verify_steps=verify_steps,
             bytes=self.ring.nbytes,
-            seconds=self.interval.typical_copy,
+            seconds=self.interval.held_up,
             share_of_step=share,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,24 @@ from self_healing.rollback.host_memory import TRANSFERS
 class LateTransfer:
     """Copies what is there when somebody waits for it, or has the device wait."""
 
-    def __init__(self, device: torch.device, work: Callable[[], None]) -> None:
-        self._work: Callable[[], None] | None = work
+    newest: LateTransfer | None = None
 
-    def wait(self) -> float:
+    def __init__(self, device: torch.device, work: Callable[[], None]) -> None:
+        LateTransfer.newest = self
+        self._work: Callable[[], None] | None = work
+        self._done = threading.Event()
+
+    def wait(self) -> None:
+        assert self._done.wait(60)
+
+    def join(self) -> None:
         if self._work is not None:
             self._work()
         self._work = None
-        return 0.0
+        self._done.set()
 
-    def join(self) -> None:
-        self.wait()
+    def held_up(self) -> float:
+        return 0.0
 
 
 @pytest.fixture
@@ -65,17 +73,43 @@ def test_an_update_that_failed_half_way_is_undone(late: None, tmp_path: Path, to
     assert_same_weights(healed, trained("plain", times=0))
 
 
+def clamp(weight: torch.Tensor) -> None:
+    weight.clamp_(-0.03, 0.03)
+
+
+def clamp_without_a_trace(weight: torch.Tensor) -> None:
+    weight.data.clamp_(-0.03, 0.03)
+
+
+def quantise(weight: torch.Tensor) -> torch.Tensor:
+    kept = weight.clone()
+    weight.data.sign_()
+    return kept
+
+
+@pytest.mark.parametrize("write", [clamp, clamp_without_a_trace, quantise])
 def test_where_a_forward_writes_to_weights_a_torn_copy_is_refused_and_training_waits_for_the_next(
-    late: None, tmp_path: Path, tokenizer: Any
+    late: None, tmp_path: Path, tokenizer: Any, write: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> None:
-    def clamp(module: torch.nn.Module, *_: Any) -> None:
-        with torch.no_grad():
-            module.weight.clamp_(-1, 1)
+    kept = list[Any]()
+
+    @torch.no_grad()
+    def before(module: torch.nn.Module, *_: Any) -> None:
+        kept.append(write(module.weight))
+        if LateTransfer.newest is not None:
+            # The copy comes by the weight in the middle of the forward.
+            LateTransfer.newest.join()
+
+    @torch.no_grad()
+    def after(module: torch.nn.Module, *_: Any) -> None:
+        if (values := kept.pop()) is not None:
+            module.weight.data.copy_(values)
 
     config = {"snapshot_interval": 1, "snapshot_verify_steps": 2}
     callbacks = [SelfHealingCallback(config), WeightFault(a_few_nans, 12)]
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=callbacks, max_steps=14, gradient_accumulation_steps=1)
-    trainer.model.model.embed_tokens.register_forward_pre_hook(clamp)
+    trainer.model.model.embed_tokens.register_forward_pre_hook(before)
+    trainer.model.model.embed_tokens.register_forward_hook(after)
     trainer.train()
     (refused,) = journal(tmp_path, "snapshot_refused")
     assert refused["tensors"] == ["written to while they were copied"]

@@ -76,7 +76,6 @@ class AppliedSteps(NumericsHealer):
     def take_in(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
         """Takes in a step with nothing wrong, as it will be applied."""
         run = self.run
-        self.rollback.batches.note_healthy(window)
         run.outcomes.take_in(signals.loss, self.instrument.view.step)
         self.numerics.limits.note(skipped=False, explained=True)
         self.observe(window, signals, clipped_to)
