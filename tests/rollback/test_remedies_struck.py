@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import (
-    GradientFault,
     OutputFault,
     RaisingForward,
     assert_same_weights,
@@ -74,29 +73,7 @@ def test_looking_for_the_row_outlasts_a_second_fault(tmp_path: Path, tokenizer: 
     assert not (tmp_path / "quarantine.jsonl").exists()
 
 
-def test_a_fault_that_lasts_is_not_blamed_on_rows_or_numbers(tmp_path: Path, tokenizer: Any, undisturbed: Any) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, max_steps=12, callbacks=[SelfHealingCallback()])
-    fault = OutputFault(trainer.model, strike=lambda forward: 8 <= forward < 17)
-    trainer.train()
-    assert fault.fired == 9
-    assert_no_trace(trainer, undisturbed, tmp_path)
-    assert [event["failure"] for event in journal(tmp_path, "outcome")] == ["nonfinite_transient"]
-    assert not (tmp_path / "quarantine.jsonl").exists()
-
-
 # ---- a gradient that stands far out ----
-
-
-def test_computing_a_spike_again_outlasts_a_second_fault(tmp_path: Path, tokenizer: Any) -> None:
-    arguments = {"max_steps": 56, "gradient_accumulation_steps": 1, "learning_rate": 1e-4}
-    clean = sft_trainer(tmp_path / "clean", tokenizer, **arguments)
-    clean.train()
-    trainer = sft_trainer(tmp_path / "struck", tokenizer, callbacks=[SelfHealingCallback()], **arguments)
-    spike = GradientFault(trainer.model, strike=lambda backward: backward == 54, value=1e5)
-    struck = OutputFault(trainer.model, strike=lambda forward: forward == 55)
-    trainer.train()
-    assert (spike.fired, struck.fired) == (1, 1)
-    assert_no_trace(trainer, clean, tmp_path / "struck")
 
 
 # ---- going back, and applying the steps since then again ----

@@ -12,7 +12,6 @@ import torch
 from conftest import (
     POISON_WORD,
     EvalLoss,
-    OutputFault,
     WeightFault,
     a_few_nans,
     assert_same_weights,
@@ -34,11 +33,10 @@ from self_healing import (
     SelfHealingCallback,
     SelfHealingTrainer,
     UnrecoverableTrainingError,
-    find_trusted_checkpoint,
 )
 from self_healing.checkpoints.choice import vet_all
 from self_healing.healers.numerics.detectors import panel
-from self_healing.healers.numerics.detectors.progress import DeadLossDetector, VanishingGradientDetector
+from self_healing.healers.numerics.detectors.progress import VanishingGradientDetector
 
 
 def scrambled_layer(model: Any) -> None:
@@ -88,18 +86,6 @@ class TestCorruptedWeights:
         assert outcome["steps_lost"] == 0
         verify = HealingConfig().snapshot_verify_steps
         assert 0 < rollbacks(tmp_path)[0]["lost"] <= snapshot_interval(tmp_path) + verify + 1
-
-    def test_before_the_first_checkpoint_the_run_goes_back_to_where_it_began(
-        self, tmp_path: Path, tokenizer: Any
-    ) -> None:
-        trainer = sft_trainer(
-            tmp_path, tokenizer, callbacks=[SelfHealingCallback(), WeightFault(a_few_nans, 3)], max_steps=6
-        )
-        trainer.train()
-
-        assert trainer.state.global_step == 6
-        assert [(event["state"], event["to_step"]) for event in rollbacks(tmp_path)] == [("initial", 0)]
-        assert all(torch.isfinite(value).all() for value in weights(trainer).values())
 
     def test_that_come_back_every_time_climb_the_ladder_and_end_the_run(self, tmp_path: Path, tokenizer: Any) -> None:
         trainer = sft_trainer(
@@ -203,32 +189,6 @@ class TestScrambledLayer:
         assert outcome["outcome"] == "resolved"
 
 
-class TestCheckpointsOfTheRun:
-    def test_get_their_standing_from_what_came_after_them(self, tmp_path: Path, tokenizer: Any) -> None:
-        fault = WeightFault(scrambled_layer, 61)
-        trainer = plain_trainer(
-            tmp_path,
-            tokenizer,
-            callbacks=[fault, SelfHealingCallback(HealingConfig(snapshot_interval=10))],
-            save_strategy="steps",
-            save_steps=2,
-            **{**CONVERGED, "max_steps": 64},
-        )
-        trainer.train()
-
-        standing = {Path(verdict.path).parent.name: {} for verdict in vet_all(str(tmp_path))}
-        for verdict in vet_all(str(tmp_path)):
-            standing[Path(verdict.path).parent.name][verdict.step] = verdict.standing
-        regular, kept = standing[tmp_path.name], standing["last-known-good"]
-        trusted = rollbacks(tmp_path)[0]["to_step"]
-        assert {regular[step] for step in range(2, trusted + 1, 2)} == {"verified"}
-        assert regular[62] == "suspect", "it was written with the scrambled layer"
-        assert regular[64] == "unverified"
-        assert set(kept.values()) <= {"verified", "unverified"}
-        assert "verified" in kept.values()
-        assert find_trusted_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-64")
-
-
 class TestHarderData:
     def texts(self) -> list[str]:
         easy = ["the cat sat on the mat and the cat sat on the mat"] * 8
@@ -264,63 +224,6 @@ class TestHarderData:
         failures = [event["failure"] for event in journal(tmp_path, "outcome")]
         assert "harder_data" in failures
         assert "divergence" not in failures
-
-    def test_do_not_hide_worse_weights_from_a_run_that_is_to_stop(self, tmp_path: Path, tokenizer: Any) -> None:
-        config = HealingConfig.conservative(snapshot_interval=10)
-        fault = WeightFault(scrambled_layer, 60)
-        trainer = plain_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), fault], **CONVERGED)
-        with pytest.raises(UnrecoverableTrainingError, match="the weights are getting worse"):
-            trainer.train()
-        assert trainer.state.global_step < 75
-        assert not rollbacks(tmp_path)
-
-
-class TestWarmRestarts:
-    @pytest.mark.slow
-    def test_raise_the_loss_because_they_are_meant_to(self, tmp_path: Path, tokenizer: Any) -> None:
-        arguments = {
-            "max_steps": 300,
-            "learning_rate": 3e-2,
-            "lr_scheduler_type": "cosine_with_restarts",
-            "lr_scheduler_kwargs": {"num_cycles": 4},
-        }
-        plain = sft_trainer(tmp_path / "plain", tokenizer, **arguments)
-        plain.train()
-        healed = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback()], **arguments)
-        healed.train()
-
-        assert "divergence" in [event["failure"] for event in journal(tmp_path / "healed", "outcome")]
-        assert_same_weights(weights(healed), weights(plain))
-
-
-class TestStructuralFailure:
-    @pytest.mark.slow
-    def test_the_budget_ends_what_no_rollback_heals(self, tmp_path: Path, tokenizer: Any) -> None:
-        class Spoiled(TrainerCallback):
-            """From step 60 on the loss itself is broken, whatever the weights."""
-
-            armed = False
-
-            def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                self.armed = state.global_step >= 60
-
-        spoiled, config = Spoiled(), HealingConfig(snapshot_interval=10)
-        trainer = plain_trainer(
-            tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), spoiled], **{**CONVERGED, "max_steps": 400}
-        )
-        OutputFault(trainer.model, lambda _: spoiled.armed, lambda hidden: -3 * hidden)
-        with pytest.raises(UnrecoverableTrainingError) as caught:
-            trainer.train()
-
-        assert len(rollbacks(tmp_path)) <= config.max_recovery_attempts + 1
-        postmortem = json.loads((tmp_path / "postmortem.json").read_text())
-        tried = [action for incident in postmortem["chain"] for action in incident["actions"]]
-        assert tried.count("reduce_learning_rate") == config.max_lr_reductions
-        assert tried.count("reset_moments") == 1
-        assert "emergency_checkpoint" in tried
-        assert "stop" in tried
-        assert caught.value.failure == "learning_rate"
-        assert "after 4 reductions" in str(caught.value)
 
 
 class TestDeadWeights:
@@ -421,32 +324,6 @@ class TestLearningRateFarTooHigh:
         postmortem = json.loads((tmp_path / "postmortem.json").read_text())
         assert postmortem["failure"] == "learning_rate"
         assert "check_data" in postmortem["chain"][-1]["evidence"]
-
-
-class TestEverythingLearned:
-    def test_has_no_gradient_either_and_is_not_undone(
-        self, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        caplog.set_level("INFO", "self_healing")
-        monkeypatch.setattr(panel, "VanishingGradientDetector", partial(VanishingGradientDetector, steps=5))
-        monkeypatch.setattr(panel, "DeadLossDetector", partial(DeadLossDetector, 100))
-
-        def hinged(directory: Path, callbacks: Any = None) -> Any:
-            arguments = {"max_steps": 25, "learning_rate": 1e-2, "gradient_accumulation_steps": 1}
-            trainer = sft_trainer(tmp_path / directory, tokenizer, callbacks=callbacks, **arguments)
-            original = trainer.compute_loss
-            trainer.compute_loss = lambda *args, **kwargs: (original(*args, **kwargs) - 5.0).clamp(min=0.0)
-            trainer.train()
-            return trainer
-
-        plain = hinged(Path("plain"))
-        healed = hinged(Path("healed"), [SelfHealingCallback()])
-
-        (detected,) = journal(tmp_path / "healed", "detected")
-        assert detected["symptom"] == "vanishing_gradient"
-        assert not rollbacks(tmp_path / "healed")
-        assert_same_weights(weights(healed), weights(plain))
-        assert "then everything is learned" in caplog.text
 
 
 class TestRedFlag:
@@ -562,18 +439,3 @@ def test_the_best_model_outlasts_an_optimizer_state_that_is_not_finite_at_the_en
     assert (outcome["failure"], outcome["outcome"]) == ("corrupted_state", expected)
     found = [each for each in vet_all(tmp_path / "run") if Path(each.path).parent.name == "run"]
     assert {each.step: each.usable for each in found} == {2: True, 4: True, 6: True}, "healed before it is saved"
-
-
-def test_a_model_that_turned_nan_in_an_unread_row_is_healed_before_it_becomes_the_best(
-    tmp_path: Path, tokenizer: Any
-) -> None:
-    def unused_row(model: Any) -> None:
-        model.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids(POISON_WORD), 3] = float("nan")
-
-    plain = best_model_trainer(tmp_path / "plain", tokenizer, EvalLoss(rises=True))
-    plain.train()
-    trainer = best_model_trainer(tmp_path / "run", tokenizer, EvalLoss(rises=True), WeightFault(unused_row, 2))
-    SelfHealingTrainer(trainer).train()
-
-    assert_same_weights(weights(trainer), weights(plain))
-    assert trainer.state.best_model_checkpoint == str(tmp_path / "run" / "checkpoint-2")
