@@ -130,10 +130,6 @@ def free_host_memory() -> int:
 # ---- copies beside what a device computes ----
 
 
-# One for each device, of copies alone: what is gathered for them takes its memory from there.
-_streams: dict[torch.device, Any] = {}
-
-
 class Transfer:
     """Work of a CUDA device, after all it was given so far, on a stream of its own."""
 
@@ -141,9 +137,7 @@ class Transfer:
         self._device = device
         # A tensor that is freed meanwhile would be given to other work, which writes to it.
         self._work: Callable[[], None] | None = work
-        if device not in _streams:
-            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream = _streams[device]
+        stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # Who waits for it leaves the processor to others.
         self._done = _event(blocking=True)
         # Around where later work has to wait for it, if it has to.
@@ -318,15 +312,16 @@ def lay_out(pieces: Iterable[Sequence[Pair]], block: HostBlock) -> list[torch.Te
     return places
 
 
-# What is copied where in one piece.
-Piece = tuple[torch.Tensor, Sequence[torch.Tensor]]
+def whole(piece: Sequence[Pair]) -> torch.Tensor:
+    """Gives what is copied in one piece."""
+    return piece[0][1] if len(piece) == 1 else torch.cat([tensor.reshape(-1) for _, tensor in piece])
 
 
-def copy_all(pieces: Sequence[Piece], non_blocking: bool) -> None:
-    """Copies tensors, small ones gathered before, into their places."""
+def copy_all(pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], non_blocking: bool) -> None:
+    """Copies pieces, each into its place, all together: hundreds cost little more than one."""
     if pieces:
-        whole = [each[0] if len(each) == 1 else torch.cat([part.reshape(-1) for part in each]) for _, each in pieces]
-        torch._foreach_copy_([place for place, _ in pieces], whole, non_blocking=non_blocking)
+        places, tensors = zip(*pieces, strict=True)
+        torch._foreach_copy_(places, tensors, non_blocking=non_blocking)
 
 
 # By bytes an element.

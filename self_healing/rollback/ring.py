@@ -189,7 +189,7 @@ class SnapshotRing:
 
     def restore(self, snapshot: Snapshot, live: LiveState) -> None:
         """Writes a state into the live tensors, once copies of what is overwritten are complete."""
-        self.wait()
+        self.join()
         snapshot.restore(live)
 
     def release(self) -> None:

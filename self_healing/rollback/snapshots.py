@@ -21,7 +21,6 @@ from .host_memory import (
     HostBlock,
     NewBlock,
     Pair,
-    Piece,
     TensorCopy,
     Transfer,
     copy_all,
@@ -33,6 +32,7 @@ from .host_memory import (
     room_for,
     save,
     sum_of_words,
+    whole,
     word_of,
 )
 
@@ -132,10 +132,10 @@ class Snapshot:
     def _copy(self, at_once: list[Pair], beside: list[Pair], new_block: NewBlock) -> None:
         now, rest = gathered(at_once), gathered(beside)
         self._make_room([*at_once, *beside], [*now, *rest], new_block)
-        by_device: dict[torch.device, tuple[list[Piece], list[Piece]]] = {}
+        by_device: dict[torch.device, tuple[list[_Piece], list[_Piece]]] = {}
         for number, (place, piece) in enumerate(zip(self._places, [*now, *rest], strict=True)):
-            of_device = by_device.setdefault(piece[0][1].device, ([], []))
-            of_device[number >= len(now)].append((place, [tensor for _, tensor in piece]))
+            tensor = whole(piece)
+            by_device.setdefault(tensor.device, ([], []))[number >= len(now)].append((place, tensor))
         for device, (first, then) in by_device.items():
             transfer = TRANSFERS.get(device.type)
             copy_all(first, non_blocking=transfer is not None)
@@ -157,7 +157,7 @@ class Snapshot:
         for (kept, _), host in zip(pairs, self._hosts, strict=True):
             kept.host = host
 
-    def _look(self, transfers: list[Transfer], sums: list[Sums]) -> list[str]:
+    def _look(self, transfers: list[Transfer], sums: list[_Sums]) -> list[str]:
         for transfer in transfers:
             transfer.wait()
         for copies, before in sums:
@@ -242,11 +242,13 @@ class Snapshot:
             state[parameter] = put_back(state.get(parameter), saved, parameter)
 
 
+# Where something is copied to, and what.
+_Piece = tuple[torch.Tensor, torch.Tensor]
 # Copies, the words they are added up in, and the sums of what was copied.
-Sums = tuple[list[tuple[TensorCopy, torch.dtype]], torch.Tensor]
+_Sums = tuple[list[tuple[TensorCopy, torch.dtype]], torch.Tensor]
 
 
-def _sums_of(pairs: list[Pair]) -> list[Sums]:
+def _sums_of(pairs: list[Pair]) -> list[_Sums]:
     """
     Adds up what is copied beside the next forward, before that begins: some write to weights (clamped, quantised,
     averaged ones), and by way of `.data` without a trace.

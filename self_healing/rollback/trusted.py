@@ -106,11 +106,12 @@ class TrustedStates:
             return
         self._optimizer = optimizer
         self.ring.release()
+        self.batches.stop_recording()
         self._on_disk_only |= not instrument.view.can_reexecute
         if not self._on_disk_only and self._take(step):
             self.ring.begin_with_candidate()
             # Before the first step there may be an evaluation, for which some optimizers swap the weights.
-            self.ring.wait()
+            self.ring.join()
 
     def _forget_beyond(self, step: int) -> None:
         """Forgets states and steps of a future that will be another one: the run goes on from an earlier step."""
