@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from self_healing import HealingConfig, StepSignals
 from self_healing.failures.recipes import Symptom
 from self_healing.healers.numerics.detectors import panel as panel_module
+from self_healing.healers.numerics.detectors.bounds import bounds_of
 from self_healing.healers.numerics.detectors.divergence import DivergenceDetector
 from self_healing.healers.numerics.detectors.panel import DetectorPanel
 from self_healing.healers.numerics.detectors.progress import (
@@ -22,12 +23,8 @@ from self_healing.healers.numerics.detectors.progress import (
     NeverLearnedDetector,
     VanishingGradientDetector,
 )
-from self_healing.healers.numerics.detectors.spikes import (
-    GradientSpikeDetector,
-    LossSpikeDetector,
-    co_spike,
-)
-from self_healing.healers.numerics.detectors.trend import LogTrend, Reading
+from self_healing.healers.numerics.detectors.spikes import GradientSpikeDetector, LossSpikeDetector
+from self_healing.healers.numerics.detectors.trend import LogTrend
 
 
 def noise(count: int, level: float = 2.0, spread: float = 0.05, seed: int = 0) -> list[float]:
@@ -38,13 +35,12 @@ def noise(count: int, level: float = 2.0, spread: float = 0.05, seed: int = 0) -
 
 def settled(values: list[float] | None = None, **arguments: Any) -> LogTrend:
     trend = LogTrend(**arguments)
-    for step, value in enumerate(values if values is not None else noise(100)):
-        trend.accept(trend.read(step, value))
+    for value in values if values is not None else noise(100):
+        trend.accept(value, trend.z(value))
     return trend
 
 
-def reading(z: float | None, value: float = 2.0, step: int = 0) -> Reading:
-    return Reading(step, value, z, None if z is None else 2.0, None if z is None else 0.05, 50)
+SETTLED, NEW = settled(), LogTrend()
 
 
 def names(symptoms: list[Symptom]) -> list[str]:
@@ -195,41 +191,114 @@ class TestState:
         assert other.state_dict() == whole.state_dict()
 
 
+def told(steps: list[StepSignals], rng: random.Random | None) -> tuple[Any, ...]:
+    """
+    What is told of each step that may be acted on, whether its loss is usual, and what is known at the end: each step
+    observed at once, or, with a generator, later where that is allowed, which it takes back now and then.
+    """
+    panel, waiting, bounds = DetectorPanel(HealingConfig(divergence_patience=20), vocabulary=400), [], None
+    found, usual = [], []
+    for signals in steps:
+        if rng is not None and bounds is not None and bounds.admit(signals):
+            waiting.append(signals)
+            bounds = None if rng.random() < 0.1 else bounds
+            continue
+        for earlier in waiting:
+            assert panel.observe(earlier) == []
+            assert not panel.divergence.suspicious
+            usual.append(panel.loss_is_usual)
+        waiting.clear()
+        alarm = panel.alarming(signals)
+        panel.remember_spike(signals)
+        symptoms = panel.observe(signals)
+        usual.append(panel.loss_is_usual)
+        found += [alarm] * (alarm is not None) + symptoms
+        bounds = bounds_of(panel)
+    usual += [panel.observe(earlier) == [] and panel.loss_is_usual for earlier in waiting]
+    return found, usual, panel.state_dict()
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> list[StepSignals]:
+    """Runs of all kinds: even, noisy, on unshuffled data; with faults, drifts, a step up, a loss with a sign."""
+    rng = random.Random(draw(st.integers(0, 10**6)))
+    count, level, spread = (
+        draw(st.sampled_from([80, 400])),
+        rng.choice([2.0, 9.0, 0.01]),
+        rng.choice([0.02, 0.05, 0.3]),
+    )
+    alike, faults, kind = rng.choice([0.0, 0.7]), rng.choice([0.0, 0.03]), rng.choice(["even", "drift", "up", "sign"])
+    steps, value = [], 0.0
+    for step in range(count):
+        value = alike * value + math.sqrt(1 - alike**2) * rng.gauss(0, 1)
+        loss, norm = level * math.exp(spread * value), math.exp(rng.gauss(0, 0.2))
+        loss *= {"drift": math.exp(0.01 * max(0, step - 100)), "up": 1.5 if step > 200 else 1.0}.get(kind, 1.0)
+        loss -= level if kind == "sign" and step > 120 else 0.0
+        if rng.random() < faults:
+            loss = rng.choice([0.0, 30.0, math.nan, 1e305, 2 * level, 9 * level])
+        if rng.random() < faults:
+            norm *= rng.choice([0.0, 3.0, 5.0, 40.0, 1e5, math.nan])
+        steps.append(StepSignals(step, loss, norm))
+    return steps
+
+
+class TestStepsThatWait:
+    @settings(max_examples=60, deadline=None)
+    @given(steps=runs(), seed=st.integers(0, 10**6))
+    def test_it_decides_nothing_when_a_step_is_observed(self, steps: list[StepSignals], seed: int) -> None:
+        assert told(steps, random.Random(seed)) == told(steps, None)
+
+    def test_of_a_healthy_run_most_may_wait(self) -> None:
+        panel, bounds, waited = DetectorPanel(), None, 0
+        for step, (loss, norm) in enumerate(zip(noise(600), noise(600, 1.0, 0.2, seed=9), strict=True)):
+            signals = StepSignals(step, loss, norm)
+            if bounds is None or not bounds.admit(signals):
+                panel.observe(signals)
+                bounds = bounds_of(panel)
+                continue
+            waited += 1
+            panel.observe(signals)
+        assert waited > 200
+
+
 class TestLossSpike:
     def test_a_spike_is_reported_once_with_what_it_was_judged_by(self) -> None:
-        trend, spikes = settled(), LossSpikeDetector()
-        symptom = spikes.observe(trend.read(100, 6.0))
+        spikes = LossSpikeDetector()
+        symptom = spikes.observe(100, 6.0, SETTLED.z(6.0), SETTLED)
         assert symptom is not None
         assert (symptom.name, symptom.step, symptom.severity) == ("loss_spike", 100, "warning")
         assert symptom.evidence["value"] == 6.0
         assert symptom.evidence["baseline"] == pytest.approx(2.0, rel=0.05)
         assert symptom.evidence["z"] > symptom.evidence["threshold"] == 8.0
         assert symptom.evidence["window"] == 50
-        again = spikes.observe(trend.read(101, 6.1))
-        assert again is None
+        assert spikes.observe(101, 6.1, SETTLED.z(6.1), SETTLED) is None
 
     def test_a_factor_over_the_baseline_is_a_spike_whatever_its_z(self) -> None:
-        assert LossSpikeDetector(factor=3.0).observe(reading(4.0, value=6.1)) is not None
-        assert LossSpikeDetector().observe(reading(4.0, value=6.1)) is None
+        assert LossSpikeDetector(factor=3.0).observe(0, 6.1, 4.0, SETTLED) is not None
+        assert LossSpikeDetector().observe(0, 6.1, 4.0, SETTLED) is None
 
 
 class TestGradient:
     def test_a_spike(self) -> None:
-        symptom = GradientSpikeDetector().observe(reading(10.5))
+        symptom = GradientSpikeDetector().observe(0, 2.0, 10.5, SETTLED)
         assert symptom is not None
         assert symptom.name == "gradient_spike"
-        assert GradientSpikeDetector().observe(reading(9.9)) is None
+        assert GradientSpikeDetector().observe(0, 2.0, 9.9, SETTLED) is None
 
     def test_an_explosion_needs_no_baseline(self) -> None:
-        symptom = GradientSpikeDetector().observe(reading(None, value=2e4), usual=2.0)
+        symptom = GradientSpikeDetector().observe(0, 2e4, None, settled(noise(3)))
         assert symptom is not None
         assert (symptom.name, symptom.severity) == ("gradient_explosion", "error")
 
     def test_both_at_once_need_less(self) -> None:
-        assert co_spike(reading(6.1), reading(6.1)) is not None
-        assert co_spike(reading(6.1), reading(5.9)) is None
-        assert co_spike(reading(5.9), reading(60.0)) is None
-        assert co_spike(reading(None), reading(60.0)) is None
+        panel = healthy_panel()
+        loss, norm = (trend.value_at(6.1) or 0.0 for trend in (panel.loss_trend, panel.gradient_trend))
+        symptom = panel.alarming(StepSignals(120, loss, norm))
+        assert symptom is not None
+        assert symptom.name == "co_spike"
+        assert panel.alarming(StepSignals(120, 2.0, norm)) is None
+        assert panel.alarming(StepSignals(120, loss, 1.0)) is None
+        assert DetectorPanel().alarming(StepSignals(120, loss, norm)) is None
 
     def test_a_norm_that_vanishes_is_reported_once(self) -> None:
         detector = VanishingGradientDetector(steps=3)
@@ -241,7 +310,7 @@ class TestDivergence:
     def drift(self, z: float, **arguments: Any) -> int | None:
         """Steps until a loss that stays at one z is a divergence."""
         detector = DivergenceDetector(**arguments)
-        return next((step for step in range(1, 200) if detector.observe(reading(z)) is not None), None)
+        return next((step for step in range(1, 200) if detector.observe(step, 2.0, z, SETTLED) is not None), None)
 
     def test_the_cusum_adds_up_what_is_not_forgiven(self) -> None:
         assert self.drift(4.0) == 4  # 3.5 a step, above 11
@@ -250,20 +319,20 @@ class TestDivergence:
 
     def test_it_is_reported_once_until_the_loss_has_been_back(self) -> None:
         detector = DivergenceDetector()
-        found = [detector.observe(reading(4.0)) is not None for _ in range(10)]
+        found = [detector.observe(step, 2.0, 4.0, SETTLED) is not None for step in range(10)]
         assert found.count(True) == 1
         for _ in range(5):
-            detector.observe(reading(0.0))
+            detector.observe(10, 2.0, 0.0, SETTLED)
         assert not detector.alarmed
-        assert [detector.observe(reading(4.0)) is not None for _ in range(10)].count(True) == 1
+        assert [detector.observe(20, 2.0, 4.0, SETTLED) is not None for _ in range(10)].count(True) == 1
 
     def test_worse_than_chance_after_having_been_better(self) -> None:
         detector = DivergenceDetector(vocabulary=400)
         chance = math.log(400)
         for _ in range(30):
-            assert detector.observe(reading(0.0, value=chance + 2)) is None  # never below: how it began
-        detector.observe(reading(0.0, value=chance - 1))
-        found = [detector.observe(reading(0.0, value=chance + 1.5)) for _ in range(12)]
+            assert detector.observe(0, chance + 2, 0.0, SETTLED) is None  # never below: how it began
+        detector.observe(0, chance - 1, 0.0, SETTLED)
+        found = [detector.observe(0, chance + 1.5, 0.0, SETTLED) for _ in range(12)]
         (symptom,) = [each for each in found if each is not None]
         assert symptom.evidence["test"] == "above chance"
         assert found.index(symptom) == 9
@@ -271,7 +340,7 @@ class TestDivergence:
     def test_early_in_the_run_it_takes_a_nat_over_the_first_losses(self) -> None:
         detector = DivergenceDetector(vocabulary=400)
         losses = [2.0] * 8 + [3.5, 2.0] * 5
-        found = [detector.observe(reading(None, value=loss)) for loss in losses]
+        found = [detector.observe(0, loss, None, NEW) for loss in losses]
         (symptom,) = [each for each in found if each is not None]
         assert symptom.evidence["test"] == "early"
 

@@ -106,7 +106,7 @@ class ZClip(KeepsState):
                 Total norm of the gradients before any clipping.
         """
         mean, std = self.mean, self.std
-        z, limit = self._observe(grad_norm)
+        z, limit = self.take_in(grad_norm)
         ceiling = self.max_grad_norm
         if ceiling is not None and ceiling < grad_norm < math.inf:
             limit = ceiling if limit is None else min(limit, ceiling)
@@ -120,23 +120,23 @@ class ZClip(KeepsState):
             return None
         return max(math.sqrt(self.variance), _STD_FLOOR * self.mean)
 
-    def _observe(self, grad_norm: float) -> tuple[float | None, float | None]:
+    def take_in(self, grad_norm: float) -> tuple[float | None, float | None]:
         """Takes what remains of a norm into the statistic; its z, and the limit if it is above."""
-        mean, std, z, limit = self.mean, self.std, None, None
+        mean, variance, z, limit = self.mean, self.variance, None, None
         if not 0 <= grad_norm <= _LARGEST_NORM:  # false for NaN
             return None, None
-        if mean is None or self.variance is None or std is None:
+        if mean is None or variance is None:
             self._collect(grad_norm)
             return None, None
+        std = max(math.sqrt(variance), _STD_FLOOR * mean)
         # Only norms of 0 so far: no scale to judge by, and clipping to 0 would keep it that way for ever.
         if std > 0:
             z = (grad_norm - mean) / std
             limit = mean + self.z_threshold * self.z_threshold / z * std if z > self.z_threshold else None
         # The mean first, then the variance around the new mean.
         taken = grad_norm if limit is None else limit
-        self.mean = self.ema_decay * mean + (1 - self.ema_decay) * taken
-        deviation = taken - self.mean
-        self.variance = self.ema_decay * self.variance + (1 - self.ema_decay) * deviation * deviation
+        self.mean = mean = self.ema_decay * mean + (1 - self.ema_decay) * taken
+        self.variance = self.ema_decay * variance + (1 - self.ema_decay) * (taken - mean) * (taken - mean)
         return z, limit
 
     def _collect(self, grad_norm: float) -> None:
@@ -185,6 +185,8 @@ class StepClipping(KeepsState):
 
     def __init__(self, config: HealingConfig) -> None:
         self.config = config
+        # In mode `"observe"` it is a statistic, and a step may be shown to it later.
+        self.acts = config.zclip_mode == "clip"
         self._largest_z: float | None = None
         self._clipped = self._would_clip = 0
         # A step that is done again, after an exception before its update, has the limit it had.
@@ -196,26 +198,28 @@ class StepClipping(KeepsState):
         """Forgets what norm was usual: that of other parameters."""
         self._zclip = ZClip(self.config.zclip_z_threshold, self.config.zclip_ema_decay)
 
-    def apply(self, window: Window, signals: StepSignals, ceiling: float, may_clip: bool = True) -> None:
-        """Takes in a step that is about to be applied, and clips its gradient in mode `"clip"`."""
+    def take_in(self, signals: StepSignals, ceiling: float = math.inf) -> float:
+        """
+        Shows the statistic a step that is applied; the factor that clips its gradient, which the Trainer has clipped
+        to the ceiling. One that it has seen already has the limit it had.
+        """
         if not signals.grad_norm:
-            return
-        self.take_in(signals)
+            return 1.0
+        if signals.step != self._step:
+            z, self._limit = self._zclip.take_in(signals.grad_norm)
+            self._step = signals.step
+            if z is not None:
+                self._largest_z = z if self._largest_z is None else max(self._largest_z, z)
         norm = min(signals.grad_norm, ceiling)
-        if self._limit is not None and self._limit < norm:
-            self._would_clip += 1
-            if self.config.zclip_mode == "clip" and may_clip:
-                self._clipped += 1
-                window.scale_gradients(self._limit / norm)
+        if self._limit is None or self._limit >= norm:
+            return 1.0
+        self._would_clip += 1
+        return self._limit / norm
 
-    def take_in(self, signals: StepSignals) -> None:
-        """Shows the statistic a step; one that it has seen already has the limit it had."""
-        if not signals.grad_norm or signals.step == self._step:
-            return
-        result = self._zclip.decide(signals.grad_norm)
-        self._step, self._limit = signals.step, result.limit
-        if result.z is not None:
-            self._largest_z = result.z if self._largest_z is None else max(self._largest_z, result.z)
+    def clip(self, window: Window, factor: float) -> None:
+        """Clips the gradient of a step."""
+        self._clipped += 1
+        window.scale_gradients(factor)
 
     def metrics(self) -> dict[str, float]:
         """What was seen since it was last asked for: largest z, and how many steps were clipped, and would be."""

@@ -102,14 +102,18 @@ class NumericsHealer:
 
     def clip(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
         """Clips the gradient of a step that is about to be applied by what is usual, if that is asked for."""
-        if self.numerics.clipping is not None:
-            ceiling = min(self.instrument.view.max_grad_norm or math.inf, clipped_to)
+        clipping = self.numerics.clipping
+        if clipping is None:
+            return
+        factor = clipping.take_in(signals, min(self.instrument.view.max_grad_norm or math.inf, clipped_to))
+        if factor < 1 and clipping.acts and self.instrument.view.can_reexecute:
             # A gradient that is clipped on some ranks and not on others makes other weights of each.
             with self.instrument.failsafe.together():
-                self.numerics.clipping.apply(window, signals, ceiling, may_clip=self.instrument.view.can_reexecute)
+                clipping.clip(window, factor)
 
     def incident(self, step: int, symptom: str, evidence: Mapping[str, Any], severity: Any = None) -> OpenIncident:
         """Opens an incident of this family ([`Run.incident`]): what is seen in a step, by all ranks alike."""
+        self.numerics.feed()
         self.numerics.opened += 1
         return self.run.incident(step, symptom, evidence, severity)
 
@@ -191,6 +195,7 @@ class RollbackEscalation(NumericsHealer):
     def take_rung(self, context: HealingContext, failure: FailureType, verdict: str = "") -> None:
         """Takes the next rung of the ladder: back to a trusted state, with what has to change, or the end."""
         incident, window, numerics = context.incident, context.step_in_hand, self.numerics
+        numerics.feed()
         step, diagnosis = self.instrument.view.step, FAILURE_RECIPES[failure].diagnosis.rstrip(".")
         if not self.rollback.can_go_back():
             context.verdict = (

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import torch
-
 from ...failures.classify import describe_exception
 from ...failures.recipes import Action, Cause, FailureType, TrainingFault, UnrecoverableTrainingError
 from ...hf.memory import free_memory, is_out_of_memory, memory_figures, release_frames
@@ -19,7 +17,7 @@ from ...run.healer import Healer, HealingContext
 from ...run.run import Run
 from ...system import processes
 from .healer import NumericsHealer, RollbackEscalation
-from .loss import AppliedSteps, RedFlagHealer, SpikeHealer
+from .loss import LOOK_EVERY, AppliedSteps, RedFlagHealer, SpikeHealer
 from .nonfinite import CorruptedStateHealer, NonfiniteHealer
 from .replicas import ReplicaHealer
 from .state import NumericsState
@@ -54,34 +52,60 @@ class StepJudge(Healer):
         if self.rollback.copies_in_doubt:
             # A step later: what is copied anew in every step is healed by now.
             self.corrupted_state.look_at_copies()
-        self.memory.contain(lambda: self._judge(window), window)
+        known = len(self.run.journal.incidents)
+        try:
+            self._judge(window)
+            return
+        except Exception as caught:
+            error = self.memory.ran_out(caught)
+        # Outside of the handler: what the failed attempt held is gone.
+        self.memory.go_on_without(error, window, known)
 
     def _judge(self, window: Window) -> None:
-        compares = self.replicas.due(window.step)
-        signals = self._signals(window, self.replicas.digest if compares else None)
-        if window.has_news:
-            self.run.news.exchange(self.run.instrument.view.device)
-        if self._heal_replicas(window, compares, suspicious=not signals.finite):
-            # What was to be judged was computed with weights that were not the same on all ranks.
-            self._take(window, self._signals(window), undisturbed=False)
+        run, numerics, step = self.run, self.numerics, window.step
+        compares = not self.replicas.off and self.replicas.due(step)
+        signals = window.signals(
+            stop=run.stop_incident is not None,
+            roll_back=numerics.roll_back_for is not None,
+            leave=run.asked_to_leave is not None,
+            news=run.news.waiting,
+            digest=self.replicas.digest if compares else None,
+        )
+        numerics.schedule.observe(step, window.engine.view.scheduled_rate)
+        if step % LOOK_EVERY == 0:
+            self.applied.look_at_parameters(step)
+        asked = window.stop_wanted or window.rollback_wanted or window.has_news or compares
+        if numerics.bounds is not None and not asked and numerics.may_wait(signals):
+            # Healthy: what is to be learned from it is learned later, in one go with others.
+            run.outcomes.take_in(signals.loss, step)
+            self._take(window, signals, calm=True)
             return
-        undisturbed = True
+        if numerics.waiting:
+            numerics.feed()
+        numerics.bounds = None
+        if window.has_news:
+            run.news.exchange(run.instrument.view.device)
+        if not self.replicas.off and self._heal_replicas(window, compares, suspicious=not signals.finite):
+            # What was to be judged was computed with weights that were not the same on all ranks.
+            self._take(window, window.signals(), calm=False)
+            return
         if signals.finite and not window.stop_wanted and not window.rollback_wanted:
             # What the detectors see is the same on all ranks: nothing to meet for.
-            with self.run.instrument.failsafe.noted():
+            undisturbed = True
+            with run.instrument.failsafe.noted():
                 undisturbed = self._look(window, signals)
         else:
             undisturbed = self._look(window, signals)
         if not signals.finite:
             # Rows that were left out may be drawn again by any rank, right after the last step of an epoch.
-            self.run.news.exchange(self.run.instrument.view.device)
-        self._take(window, signals, undisturbed)
+            run.news.exchange(run.instrument.view.device)
+        self._take(window, signals, calm=undisturbed and numerics.settled)
 
     def _heal_replicas(self, window: Window, compared: bool, suspicious: bool) -> bool:
         """Heals weights that are not the same on all ranks any more; returns whether there were any."""
         apart = window.apart
         if not compared:
-            if not suspicious or self.replicas.same_at is None or self.replicas.off:
+            if not suspicious or self.replicas.same_at is None:
                 return False
             apart = self.replicas.apart()
         self.replicas.note(window.step, apart)
@@ -89,64 +113,67 @@ class StepJudge(Healer):
 
     def _look(self, window: Window, signals: StepSignals) -> bool:
         """Looks at a step, and heals it; returns whether it was left as it is."""
-        numerics = self.numerics
+        numerics, finite = self.numerics, signals.finite
         if window.engine.left_out_by_itself:
             self.untrained_run.note_skipped(window.step)
-        self.untrained_run.stop_unless_training(window.step)
+        if self.untrained_run.skipped:
+            self.untrained_run.stop_unless_training(window.step)
         if window.stop_wanted:
             self.red_flags.stop(window)
-        if numerics.repeatability.owed and signals.finite:
+        roll_back = window.rollback_wanted
+        if numerics.repeatability.owed and finite:
             numerics.repeatability.measure(window)
-            signals = self._signals(window)
-        self.applied.step_begins(signals)
+            signals = window.signals()
+            finite = signals.finite
         opened = numerics.opened + numerics.watch.opened
-        symptom = numerics.detector.judge(signals, window.engine.scaler_active)
+        symptom = None if finite else numerics.detector.judge(signals, window.engine.scaler_active)
         if symptom is not None:
             self.nonfinite.heal(window, symptom)
-        elif window.rollback_wanted:
+        elif roll_back:
             self.red_flags.roll_back(window)
-        elif signals.finite:
-            self._judge_finite(window, signals)
-        return signals.finite and not window.skipped and numerics.opened + numerics.watch.opened == opened
+        elif finite:
+            self._take_in(window, signals)
+        return finite and not window.skipped and numerics.opened + numerics.watch.opened == opened
 
-    def _take(self, window: Window, signals: StepSignals, undisturbed: bool) -> None:
+    def _take_in(self, window: Window, signals: StepSignals) -> None:
+        """Takes in a step that is finite, unless its gradient has to be healed."""
+        panel, clipping = self.numerics.panel, self.numerics.clipping
+        assert panel is not None, "it is there before the first step"
+        self.numerics.detector.overflows = 0
+        symptom = panel.alarming(signals)
+        unusual = symptom is not None or (clipping is not None and clipping.acts)
+        if unusual and not panel.gradient_is_usual(signals) and self.applied.look_at_parameters(signals.step):
+            symptom = panel.alarming(signals)
+        if symptom is not None and self.spikes.heals:
+            with self.run.instrument.failsafe.together():
+                self.spikes.heal(window, symptom)
+            return
+        if symptom is not None:
+            self.spikes.report(symptom)
+        self.applied.take_in(window, signals)
+
+    def _take(self, window: Window, signals: StepSignals, calm: bool) -> None:
         """Takes in a step that is about to be applied."""
         states = self.rollback.states
         control = states.keep_batch(window, signals.loss)
-        calm = undisturbed and self.numerics.calm
         due = states.step_taken(window.step, calm, control, self.replicas.compared_since)
         tensors = states.promote(window.step) if due else []
         states.verify_checkpoints(window.step)
         if tensors:
             self.corrupted_state.heal_silent(window, tensors)
 
-    def _signals(self, window: Window, digest: Callable[[], torch.Tensor] | None = None) -> StepSignals:
-        return window.signals(
-            stop=self.run.stop_incident is not None,
-            roll_back=self.numerics.roll_back_for is not None,
-            leave=self.run.asked_to_leave is not None,
-            news=self.run.news.waiting,
-            digest=digest,
-        )
-
-    def _judge_finite(self, window: Window, signals: StepSignals) -> None:
-        symptom = self.applied.panel.alarming(signals)
-        if symptom is not None and self.spikes.heals:
-            with self.run.instrument.failsafe.together():
-                self.spikes.heal(window, symptom)
-            return
-        self.applied.remember_spike(signals)
-        if symptom is not None:
-            self.spikes.report(symptom)
-        self.applied.take_in(window, signals)
+    # ---- events beside it ----
 
     def rate_scale(self, step: int) -> float:
-        return self.numerics.learning_rate.scale(step)
+        rate = self.numerics.learning_rate
+        return rate.scale(step) if rate.touched else 1.0
 
     def stepped(self) -> None:
         instrument = self.run.instrument
         if instrument.engine.left_out_by_itself and instrument.window is not None:
             self.untrained_run.note_skipped(instrument.window.step)
+            # Whether anything is trained still is looked at in the next, which therefore does not wait.
+            self.numerics.feed()
 
     # ---- between two steps ----
 
@@ -216,15 +243,22 @@ class OomDuringHealing(NumericsHealer):
         try:
             heal()
             return
-        except UnrecoverableTrainingError:
-            raise
         except Exception as caught:
-            error = caught.error if isinstance(caught, TrainingFault) else caught
-            # On several ranks the others wait for this one. A fault may be claimed by who enters `train()` again.
-            left_to_others = processes.world_size() > 1 or (error is not caught and self.run.healers.has_claim)
-            if left_to_others or not is_out_of_memory(error):
-                raise
+            error = self.ran_out(caught)
         # Outside of the handler: what the failed attempt held is gone.
+        self.go_on_without(error, window, known, unsound)
+
+    def ran_out(self, caught: Exception) -> BaseException:
+        """Gives the out-of-memory error that an exception of healing is; in its handler: raises any other again."""
+        error = caught.error if isinstance(caught, TrainingFault) else caught
+        # On several ranks the others wait for this one. A fault may be claimed by who enters `train()` again.
+        left_to_others = processes.world_size() > 1 or (error is not caught and self.run.healers.has_claim)
+        if isinstance(caught, UnrecoverableTrainingError) or left_to_others or not is_out_of_memory(error):
+            raise
+        return error
+
+    def go_on_without(self, error: BaseException, window: Window | None, known: int, unsound: bool = False) -> None:
+        """Goes on training after memory ran out in what heals, or ends the run if the step needed it."""
         release_frames(error)
         opened = self.run.journal.incidents[known:]
         corrupted = any(incident.failure is FailureType.CORRUPTED_STATE for incident in opened)
@@ -238,7 +272,9 @@ class OomDuringHealing(NumericsHealer):
             describe_exception(error),
         )
 
-    def _stop_without_memory(self, error: Exception, window: Window | None, opened: Sequence[Incident]) -> NoReturn:
+    def _stop_without_memory(
+        self, error: BaseException, window: Window | None, opened: Sequence[Incident]
+    ) -> NoReturn:
         instrument = self.instrument
         if window is not None:
             # No gradient of it is applied, and their memory is there for what is left to do.
@@ -283,17 +319,17 @@ class TooManySkippedSteps(NumericsHealer):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._skipped = range(0)
+        self.skipped = range(0)
 
     def note_skipped(self, step: int) -> None:
         """Counts a step that the engine has skipped by itself."""
         self.numerics.missing.left_out(step)
-        since = self._skipped.start if step in (self._skipped.stop, self._skipped.stop - 1) else step
-        self._skipped = range(since, step + 1)
+        since = self.skipped.start if step in (self.skipped.stop, self.skipped.stop - 1) else step
+        self.skipped = range(since, step + 1)
 
     def stop_unless_training(self, step: int) -> None:
         """Ends a run whose engine leaves out one step after the other: it would do so until the end."""
-        skipped = self._skipped
+        skipped = self.skipped
         if len(skipped) < _SKIPPED_IN_A_ROW or step > skipped.stop:
             return
         verdict = (

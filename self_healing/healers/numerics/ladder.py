@@ -78,6 +78,10 @@ SKIP_WINDOW = 100
 MAX_SPIKE_SKIPS = 3
 
 
+# Of a step with nothing wrong, of which there are millions, as [`StepLimits`] counts it.
+UNHARMED = False, 0, 0
+
+
 class StepLimits(KeepsState):
     """Counts the steps and rows that are left out, up to what a run may lose."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
+from typing import Any
 
 from ...config.healing_config import HealingConfig
 from ...hf.step import Control, Window
@@ -66,6 +67,8 @@ class LearningRateControl(KeepsState):
         self._changed_at = 0
         self._exponent = 1
         self._warm_from: int | None = None
+        self.touched = False
+        """Whether the rate may be anything but the schedule's."""
 
     def begin(self, max_steps: int, beta2: float | None) -> None:
         """Takes in how long the run is and how long its optimizer remembers."""
@@ -76,17 +79,14 @@ class LearningRateControl(KeepsState):
         self.warmup = max(self.hold // 2, _LEAST_WARMUP)
 
     @property
-    def touched(self) -> bool:
-        """Whether the rate has ever been anything but the schedule's."""
-        return self.reductions > 0 or self._level != 1.0 or self._warm_from is not None
-
-    @property
     def exhausted(self) -> bool:
         """Whether no further reduction is allowed."""
         return self.reductions >= self.config.max_lr_reductions
 
     def scale(self, step: int) -> float:
         """The factor at an optimizer step (steps finished before it)."""
+        if not self.touched:
+            return 1.0
         scale = self._scale(step)
         if self._warm_from is not None and 0 <= step - self._warm_from < self.warmup:
             scale *= (step - self._warm_from + 1) / self.warmup
@@ -128,14 +128,19 @@ class LearningRateControl(KeepsState):
             self._exponent = self._exponent * 2 if held else 1
             self._level = now * self.config.lr_reduce_factor**self._exponent
             self._ceiling = (self._level * now) ** 0.5 if held else self._level
+        self.touched = True
         self.reductions += 1
         self._changed_at = step
         self._warm_from = None
 
     def warm_up_again(self, step: int) -> int:
         """Grows from a small part of the rate in force to it, for moments that begin anew; the steps it takes."""
-        self._warm_from = step
+        self._warm_from, self.touched = step, True
         return self.warmup
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.touched = self.reductions > 0 or self._level != 1.0 or self._warm_from is not None
 
     def _settle(self, step: int) -> None:
         """Takes in that a ramp has come to its end; back at the schedule's rate, earlier reductions are forgotten."""

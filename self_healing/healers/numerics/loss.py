@@ -18,6 +18,7 @@ from ...run.incidents import Diagnosis, OpenIncident
 from ...run.run import Run
 from .diagnosis import diagnose_rise, diagnose_stillness
 from .healer import NumericsHealer
+from .ladder import UNHARMED
 
 
 logger = logging.getLogger("self_healing")
@@ -36,7 +37,7 @@ _FAILURES = {
     "slow_rise": FailureType.SLOW_RISE,
 }
 # Steps in which other parameters may be trained without anybody having looked: fewer than a baseline is learned in.
-_LOOK_EVERY = 10
+LOOK_EVERY = 10
 
 
 class AppliedSteps(NumericsHealer):
@@ -50,23 +51,22 @@ class AppliedSteps(NumericsHealer):
         super().__init__(run)
         self._trained: list[bool] = []
 
-    def step_begins(self, signals: StepSignals) -> None:
-        """Takes in what schedule and trained parameters a step has, before it is judged."""
-        self.numerics.schedule.observe(signals.step, self.instrument.view.scheduled_rate)
-        # With other parameters the gradient has another norm (gradual unfreezing): no spike, but a new usual.
-        if self._trained and signals.step % _LOOK_EVERY and self.panel.gradient_is_usual(signals):
-            return
+    def look_at_parameters(self, step: int) -> bool:
+        """
+        Learns the usual gradient norm anew where other parameters are trained than before (gradual unfreezing), and
+        says whether they are.
+        """
         # Whether they may have a gradient, not whether they have one: experts that no token went to have none.
         groups = getattr(self.instrument.trainer.optimizer, "param_groups", ())
-        trained = [parameter.requires_grad for group in groups for parameter in group["params"]]
-        if self._trained and trained != self._trained:
-            logger.info(
-                "Step %d: other parameters are trained; the usual gradient norm is learned again.", signals.step
-            )
-            self.panel.reset_gradient_baseline()
-            if self.numerics.clipping is not None:
-                self.numerics.clipping.reset()
-        self._trained = trained
+        before, self._trained = self._trained, [each.requires_grad for group in groups for each in group["params"]]
+        if not before or before == self._trained:
+            return False
+        logger.info("Step %d: other parameters are trained; the usual gradient norm is learned again.", step)
+        self.numerics.feed()
+        self.panel.reset_gradient_baseline()
+        if self.numerics.clipping is not None:
+            self.numerics.clipping.reset()
+        return True
 
     def remember_spike(self, signals: StepSignals) -> None:
         """Takes in how far a gradient strays, so that one learns what is usual; a step that is done again, once."""
@@ -75,38 +75,45 @@ class AppliedSteps(NumericsHealer):
 
     def take_in(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
         """Takes in a step with nothing wrong, as it will be applied."""
-        run = self.run
-        run.outcomes.take_in(signals.loss, self.instrument.view.step)
-        self.numerics.limits.note(skipped=False, explained=True)
+        self.run.outcomes.take_in(signals.loss, window.step)
+        self.numerics.limits.recent.append(UNHARMED)
+        self.numerics.limits.unhealed_in_a_row = 0
         self.observe(window, signals, clipped_to)
 
     def observe(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
         """Shows the detectors a step that will be applied, and clips its gradient."""
-        run, panel = self.run, self.panel
-        self.numerics.applied = signals
-        self.clip(window, signals, clipped_to)
-        if signals.step <= self.numerics.observed_step:
+        numerics, panel, clipping = self.numerics, self.numerics.panel, self.numerics.clipping
+        assert panel is not None, "it is there before the first step"
+        numerics.applied = signals
+        if clipping is not None and (clipping.acts or clipped_to < math.inf):
+            self.clip(window, signals, clipped_to)
+        elif clipping is not None:
+            clipping.take_in(signals, numerics.ceiling)
+        if signals.step <= numerics.observed_step:
             # An exception came between this and the update: it is the same step again.
             return
-        self.numerics.observed_step = signals.step
+        numerics.observed_step = signals.step
         for symptom in panel.observe(signals):
+            self._act_on(symptom, window)
             if self.climb.went_back_in == window.step:
                 # What was seen belongs to the state that was left.
                 return
-            if symptom.name in ("loss_spike", "divergence"):
-                incident = self.numerics.watch.begin(symptom)
-                if incident is not None:
-                    self.heal(run.dealing_with(incident), FailureType(symptom.name), window)
-            elif symptom.name in _FAILURES:
-                failure = _FAILURES[symptom.name]
-                self.heal(self.open(symptom, failure, symptom.name.replace("_", " ")), failure, window)
-            else:
-                run.journal.noticed(symptom)
-        if self.climb.went_back_in == window.step:
-            return
         if panel.loss_is_usual:
-            self.numerics.detector.accept(signals.loss)
-        self.numerics.watch.follow(panel)
+            numerics.detector.losses.append(signals.loss)
+        if numerics.watch.incident is not None:
+            numerics.watch.follow(panel)
+        numerics.look_ahead()
+
+    def _act_on(self, symptom: Symptom, window: Window) -> None:
+        if symptom.name in ("loss_spike", "divergence"):
+            incident = self.numerics.watch.begin(symptom)
+            if incident is not None:
+                self.heal(self.run.dealing_with(incident), FailureType(symptom.name), window)
+        elif symptom.name in _FAILURES:
+            failure = _FAILURES[symptom.name]
+            self.heal(self.open(symptom, failure, symptom.name.replace("_", " ")), failure, window)
+        else:
+            self.run.journal.noticed(symptom)
 
     # ---- what the detectors see ----
 

@@ -36,7 +36,7 @@ class ReplicaHealer(NumericsHealer):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._replicas: Replicas | None = None
-        self.off = False
+        self.off = processes.world_size() == 1
         # The last step at which they were the same.
         self.same_at: int | None = None
         self._next = 0
@@ -47,7 +47,7 @@ class ReplicaHealer(NumericsHealer):
 
     def due(self, step: int) -> bool:
         """Whether weights are to be compared in this step."""
-        if self.off or processes.world_size() == 1 or self.config.on_nonfinite != "heal" or not self.acts:
+        if self.off or self.config.on_nonfinite != "heal" or not self.acts:
             return False
         if self._replicas is None:
             self._replicas = Replicas(self.instrument.trainer)

@@ -20,11 +20,12 @@ from ...system import processes
 from ...system.files import KeepsState, Stateful, take_over_whole
 from ...system.random_state import Repeatability
 from .clipping import StepClipping
+from .detectors.bounds import Bounds, bounds_of
 from .detectors.panel import DetectorPanel
 from .detectors.rules import MetricRule, MetricRules, rules_for
 from .detectors.spikes import NonFiniteDetector
 from .experiments import StepExperiments
-from .ladder import LadderRunner, StepLimits
+from .ladder import UNHARMED, LadderRunner, StepLimits
 from .learning_rate import LearningRateControl, ScheduleWatch
 
 
@@ -46,6 +47,8 @@ class NumericsState:
         self.panel: DetectorPanel | None = None
         self.rules: MetricRules | None = None
         self.clipping: StepClipping | None = None
+        # The norm that the Trainer clips gradients to.
+        self.ceiling = math.inf
         self.ladder = LadderRunner(self.config, self.budget)
         self.learning_rate = LearningRateControl(self.config)
         self.rate_after_reduction: float | None = None
@@ -62,6 +65,11 @@ class NumericsState:
         self.reported_step, self.observed_step = -2, -1
         # The last step that is applied, as it is applied.
         self.applied: StepSignals | None = None
+        # Applied steps that are still to be shown to the detectors, and what lets the next ones wait with them.
+        self.waiting: list[StepSignals] = []
+        self.bounds: Bounds | None = None
+        # Whether nothing was wrong with the loss after the step that was shown to them last.
+        self.settled = False
 
     def begin_watching(self, instrument: Instrument, rules: Sequence[MetricRule]) -> None:
         """Sets up what depends on what is trained: detectors, metric rules, clipping."""
@@ -69,11 +77,51 @@ class NumericsState:
         self.panel = DetectorPanel(self.config, objective.detectors, instrument.view.vocabulary)
         self.rules = MetricRules(rules_for(rules, objective.name), instrument.view.argument_limits())
         self.clipping = None if self.config.zclip_mode == "off" else StepClipping(self.config)
+        self.ceiling = instrument.view.max_grad_norm or math.inf
+
+    # ---- steps that are applied ----
+
+    def may_wait(self, signals: StepSignals) -> bool:
+        """
+        Takes in a healthy step that is shown to the detectors later ([`feed`]): it is known that they have nothing to
+        say of it. `False` for one that somebody may have to act on now.
+        """
+        bounds = self.bounds
+        if bounds is None or self.watch.incident is not None or self.repeatability.owed:
+            return False
+        if signals.step <= self.observed_step or not bounds.admit(signals):
+            return False
+        self.waiting.append(signals)
+        self.applied, self.observed_step = signals, signals.step
+        return True
+
+    def feed(self) -> None:
+        """Shows the detectors the steps that wait, before anybody reads what they know."""
+        waiting, self.waiting, self.bounds = self.waiting, [], None
+        panel, clipping, recent, losses = self.panel, self.clipping, self.limits.recent, self.detector.losses
+        for signals in waiting:
+            assert panel is not None, "without it no step waits"
+            if clipping is not None:
+                clipping.take_in(signals, self.ceiling)
+            panel.observe(signals)
+            if panel.loss_is_usual:
+                losses.append(signals.loss)
+            recent.append(UNHARMED)
+        if waiting:
+            self.limits.unhealed_in_a_row = self.detector.overflows = 0
+
+    def look_ahead(self) -> None:
+        """After a step with nothing wrong: which of the next may wait. None, while any of them may be acted on."""
+        self.settled = self.calm
+        if self.panel is not None and self.settled and (self.clipping is None or not self.clipping.acts):
+            self.bounds = bounds_of(self.panel)
 
     @property
     def calm(self) -> bool:
         """Whether nothing is wrong with the loss: no open incident about it, and nothing that builds up to one."""
-        return not self.watch.open and (self.panel is None or not self.panel.divergence.suspicious)
+        if self.watch.incident is not None or self.outcomes.rollback_in_doubt:
+            return False
+        return self.bounds is not None or self.panel is None or not self.panel.divergence.suspicious
 
     @property
     def warm(self) -> bool:
@@ -82,6 +130,7 @@ class NumericsState:
 
     def trend(self) -> tuple[float, float] | None:
         """Median and scale of the losses before now."""
+        self.feed()
         return self.detector.trend()
 
     @property
@@ -105,6 +154,7 @@ class NumericsState:
 
     def detectors(self) -> dict[str, Any]:
         """Detectors and statistics there are, by the name of what they know in a checkpoint."""
+        self.feed()
         parts = {"detector": self.detector, "panel": self.panel, "rules": self.rules, "clipping": self.clipping}
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -129,6 +179,7 @@ class NumericsState:
     def went_back(self, incident: Incident) -> None:
         """The run is in an earlier state because of an incident: what was going on in the later one is over."""
         self.outcomes.went_back(incident)
+        self.bounds = None
         self.watch.incident = None
         self.limits.reset()
 
@@ -303,15 +354,15 @@ class LossWatch:
         if panel.signed_loss or self._steps > _LONGEST * self.config.divergence_patience:
             self.close("unresolved", settled=False)
             return
-        reading = panel.loss_reading
         if self.incident.failure is FailureType.DIVERGENCE:
             if not panel.divergence.alarmed:
                 self.close("unresolved" if panel.relearned else "self_recovered", settled=panel.relearned)
             return
-        if reading is None or reading.level is None:
+        loss, z, level = panel.loss
+        if level is None:
             return
         # What has no logarithm is zero.
-        back = reading.value <= reading.level if reading.z is None else reading.z <= _BACK
+        back = loss <= level if z is None else z <= _BACK
         self._back = self._back + 1 if back else 0
         if self._back >= OUTCOME_STEPS:
             self.close("self_recovered")

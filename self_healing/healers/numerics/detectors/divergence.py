@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from operator import sub
 from statistics import median
+from typing import Any
 
 from ....failures.recipes import Symptom
 from ....system.files import KeepsState
-from .trend import MAD_TO_SIGMA, Reading, UsualRises
+from .trend import MAD_TO_SIGMA, LogTrend, UsualRises
 
 
 # ---- divergence: a loss that goes up and does not come down by itself ----
 
 
 # Each step adds its z less the slack to the CUSUM, at most the cap.
-_SLACK, _CAP = 0.5, 4.0
+SLACK, _CAP = 0.5, 4.0
+# Sum above which a rise may be building up.
+SUSPICIOUS = 3 * SLACK
 # So many losses of at most this z end a divergence.
 _RECOVERED_BELOW, _RECOVER_STEPS = 2.0, 5
 # The noise of this many losses is held against the scale of all; chance alone makes it half as large again.
@@ -33,7 +37,7 @@ class DivergenceDetector(KeepsState):
     """Reports a loss that rises and stays up."""
 
     _state = (
-        *("sum", "alarmed", "_since", "_back", "_above_chance", "early"),
+        *("sum", "alarmed", "_since", "_back", "above_chance", "early"),
         *("_rises", "_highest", "_harmless", "_risen", "_last_zs", "_seen_step"),
     )
 
@@ -45,7 +49,8 @@ class DivergenceDetector(KeepsState):
     ) -> None:
         self.patience = patience
         self.sum = 0.0
-        self.alarmed = False
+        self.alarmed = self.suspicious = False
+        """Whether a loss has risen and is not back; whether a rise is building up, which should enter no baseline."""
         self._given_limit = limit
         self._rises = UsualRises(limit)
         self._highest = 0.0
@@ -53,10 +58,11 @@ class DivergenceDetector(KeepsState):
         self._risen = 0.0
         self._last_zs: deque[float] = deque(maxlen=_NOISE_WINDOW)
         self._seen_step = 0
+        self._caution = 1.0
         self._since = 0
         self._back = 0
         chance = None if vocabulary is None else math.log(vocabulary)
-        self._above_chance = AboveChance(chance)
+        self.above_chance = AboveChance(chance)
         self.early = EarlyRise(chance)
 
     @property
@@ -65,52 +71,59 @@ class DivergenceDetector(KeepsState):
         return self._rises.limit * self._caution
 
     @property
-    def suspicious(self) -> bool:
-        """Whether a rise is building up: until it is known to be none, losses should not enter a baseline."""
-        return self.alarmed or self.sum > max(3 * _SLACK, self.limit - self._given_limit * self._caution)
-
-    @property
     def overdue(self) -> bool:
         """Whether the loss has stayed away for `patience` steps."""
         return self.alarmed and self._since >= self.patience
 
-    def observe(self, reading: Reading, usual_spike: bool = False) -> Symptom | None:
+    def observe(
+        self, step: int, loss: float, z: float | None, trend: LogTrend, usual_spike: bool = False
+    ) -> Symptom | None:
         """Judges one loss; `"divergence"`, once for each."""
-        if not math.isfinite(reading.value):
+        if not math.isfinite(loss):
             return None
-        self._seen_step = reading.step
-        above_chance = self._above_chance.observe(reading.value)
-        early = self.early.observe(reading)
-        if reading.z is not None and not usual_spike:
-            self._add(reading.z, reading.stretch)
+        self._seen_step = step
+        if step > _CAUTIOUS_FROM:
+            self._caution = _caution_at(step)
+        chance = self.above_chance
+        # Mostly it is below, and has been before.
+        worse = (loss > chance.limit or chance.steps or not chance.was_below) and chance.observe(loss)
+        early = z is None and self.early.observe(loss)
+        if z is not None and not usual_spike:
+            self._add(z, trend.stretch)
+        self.suspicious = self.alarmed or self.sum > SUSPICIOUS
+        if self.sum > SUSPICIOUS:
+            self._weigh()
         if self.alarmed:
-            self._watch_recovery(reading)
+            self._watch_recovery(loss, z, trend)
             return None
-        # A CUSUM with this slack looks for a shift of twice as many scales (Page 1954).
-        least_rise = max(2 * _SLACK * (reading.scale or 0.0), reading.least_rise, self._rises.least_rise)
-        if self.sum > self.limit:
-            if self._rise(reading, _LAST_LOSSES) >= least_rise:
-                return self._alarm(reading, "drift", cusum=self.sum, limit=self.limit)
+        if self.sum > SLACK and self.sum > self.limit:
+            # A CUSUM with this slack looks for a shift of twice as many scales (Page 1954).
+            least_rise = max(
+                self._rises.least_rise, *((2 * SLACK * trend.scale, trend.least_rise) if trend.ready else ())
+            )
+            if self._rise(trend, _LAST_LOSSES) >= least_rise:
+                return self._alarm(step, loss, z, trend, "drift", cusum=self.sum, limit=self.limit)
             # It rises no further while it waits for the loss to: it has to be able to come down again.
             self.sum = self.limit
-        if above_chance:
-            return self._alarm(reading, "above chance", limit=self._above_chance.limit, steps=self._above_chance.steps)
+        if worse:
+            return self._alarm(step, loss, z, trend, "above chance", limit=chance.limit, steps=chance.steps)
         if early:
-            return self._alarm(reading, "early", limit=self.early.limit, steps=self.early.steps)
+            return self._alarm(step, loss, z, trend, "early", limit=self.early.limit, steps=self.early.steps)
         return None
 
     def reset(self) -> None:
         """Ends the alarm: the loss has come back, or has been brought back."""
-        self.alarmed, self._harmless, self.sum = False, False, 0.0
+        self.alarmed = self.suspicious = self._harmless = False
+        self.sum = 0.0
         self._highest = self._risen = 0.0
-        self._above_chance.steps = 0
+        self.above_chance.steps = 0
         self.early.above.clear()
 
     def accept_new_level(self) -> None:
         """Ends the alarm: the loss stays where it is, and has to fall below chance again before it can rise above."""
         self._remember_rise()
         self.reset()
-        self._above_chance.was_below = False
+        self.above_chance.was_below = False
 
     def prove_harmless(self) -> None:
         """
@@ -121,30 +134,32 @@ class DivergenceDetector(KeepsState):
         self._harmless = True
         self._rises.add_harmless(self._risen)
 
-    @property
-    def _caution(self) -> float:
-        step = self._seen_step
-        return 1.0 if step <= _CAUTIOUS_FROM else 1 + _CAUTION * math.log(step / _CAUTIOUS_FROM)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._caution = _caution_at(self._seen_step)
+        self._weigh()
+
+    def _weigh(self) -> None:
+        usual = (self._rises.limit - self._given_limit) * self._caution
+        self.suspicious = self.alarmed or self.sum > max(SUSPICIOUS, usual)
 
     def _add(self, z: float, stretch: float) -> None:
         self._last_zs.append(z)
-        self.sum = max(0.0, self.sum + min(z / (stretch * self._noise()), _CAP) - _SLACK * self._caution)
+        zs, noise, caution = list(self._last_zs), 1.0, self._caution
+        if len(zs) > _NOISE_WINDOW // 2:
+            # The scale of the last z, if it has grown, from their differences, of which a rise changes one.
+            scale = MAD_TO_SIGMA * sorted(map(abs, map(sub, zs[1:], zs)))[(len(zs) - 1) // 2] / math.sqrt(2)
+            noise = scale if scale > _NOISIER else 1.0
+        self.sum = max(0.0, self.sum + min(z / (stretch * noise), _CAP) - SLACK * caution)
         self._highest = max(self._highest, self.sum)
         if self.sum == 0.0 and not self.alarmed:
-            self._remember_rise()
+            if self._highest / caution > self._rises.worth_noting:
+                self._remember_rise()
+            self._highest = 0.0
 
-    def _rise(self, reading: Reading, losses: int) -> float:
+    def _rise(self, trend: LogTrend, losses: int) -> float:
         """Measures how far the last losses lie above the baseline, in natural-log units."""
-        return median(list(self._last_zs)[-losses:] or [0.0]) * (reading.scale or 0.0)
-
-    def _noise(self) -> float:
-        """Estimates the scale of the last z, if it has grown, from their differences, of which a rise changes one."""
-        zs = list(self._last_zs)
-        moves = sorted(map(abs, map(sub, zs[1:], zs)))
-        if len(moves) < _NOISE_WINDOW // 2:
-            return 1.0
-        scale = MAD_TO_SIGMA * moves[len(moves) // 2] / math.sqrt(2)
-        return scale if scale > _NOISIER else 1.0
+        return median(list(self._last_zs)[-losses:] or [0.0]) * (trend.scale if trend.ready else 0.0)
 
     def _remember_rise(self) -> None:
         """Takes in that a rise is over and was no divergence."""
@@ -152,28 +167,35 @@ class DivergenceDetector(KeepsState):
         self._rises.add(self._seen_step, height / self._caution, reported=self.alarmed)
         self._highest = 0.0
 
-    def _alarm(self, reading: Reading, test: str, **evidence: float) -> Symptom:
-        self.alarmed, self._since, self._back = True, 0, 0
-        self._risen = self._rise(reading, _LAST_LOSSES)
-        return Symptom("divergence", reading.step, reading.evidence() | {"test": test} | evidence, "error")
+    def _alarm(
+        self, step: int, loss: float, z: float | None, trend: LogTrend, test: str, **evidence: float
+    ) -> Symptom:
+        self.alarmed = self.suspicious = True
+        self._since = self._back = 0
+        self._risen = self._rise(trend, _LAST_LOSSES)
+        return Symptom("divergence", step, trend.evidence(loss, z) | {"test": test} | evidence, "error")
 
-    def _watch_recovery(self, reading: Reading) -> None:
+    def _watch_recovery(self, loss: float, z: float | None, trend: LogTrend) -> None:
         self._since += 1
         if self._harmless:
-            self._rises.add_harmless(self._rise(reading, _NOISE_WINDOW))
-        if reading.z is not None:
-            back = reading.z <= _RECOVERED_BELOW
-        elif reading.level is not None:
+            self._rises.add_harmless(self._rise(trend, _NOISE_WINDOW))
+        if z is not None:
+            back = z <= _RECOVERED_BELOW
+        elif trend.ready:
             # No logarithm: zero, or below.
-            back = reading.value <= reading.level
+            back = loss <= (trend.level or 0.0)
         else:
-            back = reading.value <= self.early.limit
-        chance = self._above_chance
-        back = back and (not chance.was_below or reading.value <= chance.limit)
+            back = loss <= self.early.limit
+        chance = self.above_chance
+        back = back and (not chance.was_below or loss <= chance.limit)
         self._back = self._back + 1 if back else 0
         if self._back >= _RECOVER_STEPS:
             self._remember_rise()
             self.reset()
+
+
+def _caution_at(step: int) -> float:
+    return 1.0 if step <= _CAUTIOUS_FROM else 1 + _CAUTION * math.log(step / _CAUTIOUS_FROM)
 
 
 # ---- loss in nats ----
@@ -232,13 +254,13 @@ class EarlyRise(KeepsState):
         """Steps of the last 10 whose loss was too high."""
         return sum(self.above)
 
-    def observe(self, reading: Reading) -> bool:
+    def observe(self, loss: float) -> bool:
         """Takes in a loss, and returns whether at least 5 of the last 10 were too high."""
-        if reading.z is not None or self._chance is None:
+        if self._chance is None:
             return False
         if len(self.first) < _FIRST_STEPS:
-            self.first.append(reading.value)
+            self.first.append(loss)
         if self.first[0] > self._chance + 1:
             return False  # That is no mean cross-entropy per token, or of another vocabulary.
-        self.above.append(reading.value > self.limit)
+        self.above.append(loss > self.limit)
         return self.steps >= _EARLY_WINDOW // 2

@@ -37,6 +37,11 @@ class SlowRiseDetector(KeepsState):
         self._lowest_at = 0
         self._added: float | None = None
 
+    @property
+    def until_look(self) -> int:
+        """Losses until the next look at them."""
+        return _LOOK_EVERY - self._since_look
+
     def observe(self, step: int, loss: float) -> Symptom | None:
         """Judges one loss; `"slow_rise"`."""
         if not (math.isfinite(loss) and loss >= 0):
@@ -78,31 +83,26 @@ _SHARE_OF_CHANCE = 0.15
 _STILL_FALLING = 0.1
 
 
-_PRACTICALLY_ZERO = 1e-7
+PRACTICALLY_ZERO = 1e-7
 
 
 class VanishingGradientDetector(KeepsState):
     """Reports a gradient norm below 1e-7 for `steps` steps in a row, once."""
 
-    _state = ("_below",)
+    _state = ("below",)
 
     def __init__(self, steps: int = 20) -> None:
         self.steps = steps
-        self._below = 0
-
-    @property
-    def below(self) -> bool:
-        """Whether the last norm was below the threshold."""
-        return self._below > 0
+        self.below = 0
 
     def observe(self, step: int, grad_norm: float) -> Symptom | None:
         """Judges one norm; `"vanishing_gradient"`."""
         if not math.isfinite(grad_norm):
             return None
-        self._below = self._below + 1 if grad_norm < _PRACTICALLY_ZERO else 0
-        if self._below != self.steps:
+        self.below = self.below + 1 if grad_norm < PRACTICALLY_ZERO else 0
+        if self.below != self.steps:
             return None
-        evidence = {"value": grad_norm, "threshold": _PRACTICALLY_ZERO, "steps": self._below}
+        evidence = {"value": grad_norm, "threshold": PRACTICALLY_ZERO, "steps": self.below}
         return Symptom("vanishing_gradient", step, evidence)
 
 
@@ -112,20 +112,20 @@ class DeadLossDetector(KeepsState):
     not a model that has learned everything, whose loss is small and never the same.
     """
 
-    _state = ("_dead",)
+    _state = ("dead",)
 
     def __init__(self, steps: int = 20) -> None:
         self.steps = steps
-        self._dead = 0
+        self.dead = 0
 
     def observe(self, step: int, loss: float) -> Symptom | None:
         """Judges one loss; `"dead_loss"`."""
         if not math.isfinite(loss):
             return None
-        self._dead = self._dead + 1 if loss == 0 else 0
-        if self._dead != self.steps:
+        self.dead = self.dead + 1 if loss == 0 else 0
+        if self.dead != self.steps:
             return None
-        return Symptom("dead_loss", step, {"value": loss, "steps": self._dead}, "error")
+        return Symptom("dead_loss", step, {"value": loss, "steps": self.dead}, "error")
 
 
 class NeverLearnedDetector(KeepsState):
@@ -135,7 +135,7 @@ class NeverLearnedDetector(KeepsState):
     of the older.
     """
 
-    _state = ("_losses", "_since_look", "_decided")
+    _state = ("_losses", "_since_look", "decided")
 
     def __init__(self, vocabulary: int | None, steps: int = 200) -> None:
         chance = math.log(vocabulary or 1)
@@ -144,11 +144,16 @@ class NeverLearnedDetector(KeepsState):
         self._losses: deque[float] = deque(maxlen=steps)
         self._since_look = 0
         # Without a vocabulary it is not known what guessing is.
-        self._decided = vocabulary is None
+        self.decided = vocabulary is None
+
+    @property
+    def until_look(self) -> int:
+        """Losses until the next look at them."""
+        return _LOOK_AT_LOSS_EVERY - self._since_look if not self.decided else _LOOK_AT_LOSS_EVERY
 
     def observe(self, step: int, loss: float) -> Symptom | None:
         """Judges one loss; `"never_learned"`."""
-        if self._decided or not math.isfinite(loss):
+        if self.decided or not math.isfinite(loss):
             return None
         self._losses.append(loss)
         self._since_look += 1
@@ -170,5 +175,5 @@ class NeverLearnedDetector(KeepsState):
         return Symptom("never_learned", step, evidence, "error")
 
     def _decide(self) -> None:
-        self._decided = True
+        self.decided = True
         self._losses.clear()

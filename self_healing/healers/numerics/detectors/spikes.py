@@ -9,10 +9,10 @@ from statistics import median
 from ....failures.recipes import Symptom
 from ....hf.objective import StepSignals
 from ....system.files import KeepsState
-from .trend import MAD_TO_SIGMA, LogTrend, Reading, UsualSpikes
+from .trend import MAD_TO_SIGMA, TAIL_FROM, LogTrend, UsualSpikes
 
 
-# ---- spikes: a value far above its baseline in one step: loss spikes, gradient spikes, both at once ----
+# ---- spikes: a value far above its baseline in one step ----
 
 
 # A usual spike may be followed by another by chance. More in a row are a rise.
@@ -20,7 +20,7 @@ _IN_A_ROW = 2
 
 
 # Robust z-scores of the log loss, and of the log gradient norm, above which they are spikes; of a loss, is noted.
-LOSS_SPIKE_Z, GRADIENT_SPIKE_Z, _NOTICE_Z = 8.0, 10.0, 6.0
+LOSS_SPIKE_Z, GRADIENT_SPIKE_Z, NOTICE_Z = 8.0, 10.0, 6.0
 
 
 class LossSpikeDetector(KeepsState):
@@ -36,24 +36,23 @@ class LossSpikeDetector(KeepsState):
         self.usual = False
         """Whether the last loss was a spike of a kind that is usual, and so no part of a divergence."""
 
-    def observe(self, reading: Reading) -> Symptom | None:
+    def observe(self, step: int, loss: float, z: float | None, trend: LogTrend) -> Symptom | None:
         """Judges one loss; `"loss_spike"` (warning) or `"loss_notice"` (info)."""
         self.usual = False
-        if reading.z is None or reading.level is None:
+        if z is None:
             return None
-        beyond_factor = self.factor > 0 and reading.value > self.factor * reading.level
-        spike = reading.z > self.threshold or beyond_factor
+        beyond_factor = self.factor > 0 and loss > self.factor * (trend.level or 0.0)
+        spike = z > self.threshold or beyond_factor
         self._in_a_row = self._in_a_row + 1 if spike else 0
-        first, stands_out = self._in_a_row == 1, spike and self._usual.stands_out(reading)
+        first, stands_out = self._in_a_row == 1, spike and self._usual.stands_out(step, z * trend.scale)
         self.usual = spike and not stands_out and self._in_a_row <= _IN_A_ROW
-        if first or not spike:
-            self._usual.add(reading, spike)
+        if first or (not spike and (z >= TAIL_FROM or self._usual.began is None)):
+            self._usual.add(step, z, trend.scale, spike)
         if first and stands_out:
             limits = {"threshold": self.threshold} | ({"factor": self.factor} if beyond_factor else {})
-            return Symptom("loss_spike", reading.step, reading.evidence() | limits)
-        if (first or not spike) and reading.z > _NOTICE_Z:
-            evidence = reading.evidence() | {"threshold": _NOTICE_Z}
-            return Symptom("loss_notice", reading.step, evidence, "info")
+            return Symptom("loss_spike", step, trend.evidence(loss, z) | limits)
+        if (first or not spike) and z > NOTICE_Z:
+            return Symptom("loss_notice", step, trend.evidence(loss, z) | {"threshold": NOTICE_Z}, "info")
         return None
 
 
@@ -62,46 +61,26 @@ class GradientSpikeDetector:
 
     def __init__(self, threshold: float = GRADIENT_SPIKE_Z, explosion: float = 1e4) -> None:
         self.threshold = threshold
-        self.explosion = explosion
+        # 0 switches it off.
+        self.explosion = explosion or math.inf
 
-    def observe(self, reading: Reading, usual: float | None = None) -> Symptom | None:
+    def observe(self, step: int, norm: float, z: float | None, trend: LogTrend) -> Symptom | None:
         """Judges one norm; `"gradient_spike"` or `"gradient_explosion"`."""
-        if not math.isfinite(reading.value):
-            return None
-        level = reading.level if usual is None else usual
-        if self.explosion < reading.value and self._may_explode(level):
-            return Symptom(
-                "gradient_explosion", reading.step, reading.evidence() | {"threshold": self.explosion}, "error"
-            )
-        if reading.z is not None and reading.z > self.threshold:
-            return Symptom("gradient_spike", reading.step, reading.evidence() | {"threshold": self.threshold})
+        if self.explosion < norm < math.inf and self._may_explode(trend.level):
+            evidence = trend.evidence(norm, z) | {"threshold": self.explosion}
+            return Symptom("gradient_explosion", step, evidence, "error")
+        if z is not None and z > self.threshold:
+            return Symptom("gradient_spike", step, trend.evidence(norm, z) | {"threshold": self.threshold})
         return None
 
     def bound(self, trend: LogTrend) -> float | None:
         """Gives the norm above which a spike or an explosion is reported; `None` while there is none."""
-        spike = trend.value_at(self.threshold) if math.isfinite(self.threshold) else None
-        bounds = [] if spike is None else [spike]
-        if self._may_explode(trend.level):
-            bounds.append(self.explosion)
-        return min(bounds, default=None)
+        spike = trend.value_at(self.threshold)
+        explosion = self.explosion if self._may_explode(trend.level) else None
+        return min((bound for bound in (spike, explosion) if bound is not None and bound < math.inf), default=None)
 
     def _may_explode(self, level: float | None) -> bool:
-        return self.explosion > 0 and level is not None and 10 * level <= self.explosion
-
-
-# z of the loss and of the gradient norm above which both together are a co-spike.
-CO_SPIKE_Z = 6.0
-
-
-def co_spike(loss: Reading, gradient: Reading, threshold: float = CO_SPIKE_Z) -> Symptom | None:
-    """
-    Reports loss and gradient norm far above their baselines in the same step: the batch or the computation is at
-    fault, not the usual noise of one of them.
-    """
-    if loss.z is None or gradient.z is None or min(loss.z, gradient.z) <= threshold:
-        return None
-    evidence = {"loss": loss.evidence(), "grad_norm": gradient.evidence(), "threshold": threshold}
-    return Symptom("co_spike", loss.step, evidence)
+        return level is not None and 10 * level <= self.explosion
 
 
 # ---- nonfinite: loss or gradient norm that is not a finite number ----

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping, Sequence
-from itertools import islice
-from operator import mul
+from collections.abc import Iterable, Mapping, Sequence
+from operator import mul, sub
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from ....system.files import KeepsState
 
@@ -27,34 +26,10 @@ _OFFSET, _EARLY_RISE = 0.02, 0.33
 _SUMS_REACH = 4
 # Four in five values of a normal distribution lie within this many standard deviations, Φ⁻¹(0.9).
 FOUR_IN_FIVE = 1.2816
-
-
-class Reading(NamedTuple):
-    """One value next to its baseline."""
-
-    step: int
-    value: float
-    z: float | None
-    level: float | None
-    scale: float | None
-    window: int
-    stretch: float = 1.0
-    least_rise: float = 0.0
-
-    @property
-    def height(self) -> float:
-        """Distance from the baseline, in natural-log units; 0 without one."""
-        return 0.0 if self.z is None or self.scale is None else self.z * self.scale
-
-    def evidence(self) -> dict[str, Any]:
-        """Returns what a symptom shows of it."""
-        return {
-            "value": self.value,
-            "baseline": self.level,
-            "z": self.z,
-            "scale": self.scale,
-            "window": self.window,
-        }
+# How far below the level a value may lie, in scales, that need not be looked at at once.
+_LOWEST = 2.5
+# Far above what float32 holds, and far enough below what a double does for sums of a few of them.
+_LARGEST, _LARGEST_LOGARITHM = 1e300, 690.0
 
 
 class LogTrend(KeepsState):
@@ -80,50 +55,60 @@ class LogTrend(KeepsState):
         self.in_sums = in_sums
         self._added: float | None = None
         self._first: list[float] = []
-        self._recent = SortedWindow(_LEVEL_WINDOW)
-        self._deviations = SortedWindow(_SCALE_WINDOW)
-        self._sums = SumSpread()
-        self._level = 0.0
-        self._scale = floor
-        self._accepted = 0
         self._held: deque[float] = deque()
         self._outside: deque[float] = deque(maxlen=_LEVEL_WINDOW)
+        self._forget()
+        # ---- read by others: published with each change, for they are read more often ----
+        self.ready = self.full = False
+        """Whether enough values have been accepted to judge others by them, and as many as level is taken from."""
         self.level: float | None = None
         """The baseline in the quantity's own units; `None` before the first accepted value."""
         self.scale = floor
         """Usual distance from the baseline, in natural-log units; what a z is counted in."""
-        self._stretch, self._least_rise = 1.0, 0.0
-        self._publish()
+        self.stretch, self.least_rise = 1.0, 0.0
+        self._enter(())
 
-    @property
-    def ready(self) -> bool:
-        """Whether enough values have been accepted to judge others by them."""
-        return self._accepted >= _WARMUP
+    def _forget(self) -> None:
+        self._recent = SortedWindow(_LEVEL_WINDOW)
+        self._deviations = SortedWindow(_SCALE_WINDOW)
+        self._sums = SumSpread()
+        self._accepted, self._level, self._scale = 0, 0.0, self.floor
 
-    def read(self, step: int, value: float) -> Reading:
-        """Sets a value next to the baseline. Changes nothing."""
-        if not self.ready:
-            return Reading(step, value, None, None, None, len(self._recent))
-        z = (self._logarithm(value) - self._level) / self.scale if _has_logarithm(value) else None
-        return Reading(step, value, z, self.level, self.scale, len(self._recent), self._stretch, self._least_rise)
+    def z(self, value: float) -> float | None:
+        """Distance of a value from the baseline, in scales; `None` without a baseline, or a logarithm."""
+        if not (self.ready and 0 < value < _LARGEST):
+            return None
+        return (math.log(value + (self._added or 0.0)) - self._level) / self.scale
+
+    def evidence(self, value: float, z: float | None) -> dict[str, Any]:
+        """Returns what a symptom shows of a value."""
+        level, scale = (self.level, self.scale) if self.ready else (None, None)
+        return {"value": value, "baseline": level, "z": z, "scale": scale, "window": len(self._recent.ordered)}
 
     def value_at(self, z: float) -> float | None:
         """Gives the value that lies so many scales from the baseline; `None` before there is one."""
-        return math.exp(self._level + z * self.scale) - (self._added or 0.0) if self.ready else None
+        if not self.ready:
+            return None
+        logarithm = self._level + z * self.scale
+        return math.exp(logarithm) - (self._added or 0.0) if logarithm < _LARGEST_LOGARITHM else math.inf
 
-    def accept(self, reading: Reading, hold: bool = False) -> bool:
+    def accept(self, value: float, z: float | None, hold: bool = False) -> bool:
         """Takes a value into the baseline, unless it is a spike or has no logarithm."""
-        if not _has_logarithm(reading.value):
+        if not 0 < value < _LARGEST:
             return False
-        if reading.z is not None and reading.z > self.reject_above:
-            self.refuse(reading)
+        if z is not None and z > self.reject_above:
+            self.refuse(value)
             return False
         if self._added is None or self._first:
-            self._begin_with(reading.value)
+            self._begin_with(value)
         self._outside.clear()
-        self._held.append(self._logarithm(reading.value))
-        while self._held and (not hold or len(self._held) > _LEVEL_WINDOW):
-            self._enter(self._held.popleft())
+        held = self._held
+        held.append(math.log(value + (self._added or 0.0)))
+        if not hold:
+            self._enter(held)
+            held.clear()
+        elif len(held) > _LEVEL_WINDOW:
+            self._enter([held.popleft()])
         return True
 
     def _begin_with(self, value: float) -> None:
@@ -137,18 +122,16 @@ class LogTrend(KeepsState):
         if not before:
             return
         self._added = _OFFSET * median([*before, value])
-        self._recent, self._deviations = SortedWindow(_LEVEL_WINDOW), SortedWindow(_SCALE_WINDOW)
-        self._sums, self._accepted, self._level, self._scale = SumSpread(), 0, 0.0, self.floor
+        self._forget()
         self._held.clear()
-        for earlier in before:
-            self._enter(self._logarithm(earlier))
+        self._enter([math.log(earlier + self._added) for earlier in before])
 
-    def refuse(self, reading: Reading) -> None:
+    def refuse(self, value: float) -> None:
         """Keeps a value out of the baseline, and those that waited: something was indeed building up."""
         self._outside.extend(self._held)
         self._held.clear()
-        if _has_logarithm(reading.value):
-            self._outside.append(self._logarithm(reading.value))
+        if 0 < value < _LARGEST:
+            self._outside.append(math.log(value + (self._added or 0.0)))
 
     @property
     def overdue(self) -> bool:
@@ -172,52 +155,62 @@ class LogTrend(KeepsState):
         self._deviations = SortedWindow(_SCALE_WINDOW)
         self._outside.clear()
         self._accepted = max(self._accepted, _WARMUP)
-        for value in values:
-            self._enter(value)
+        self._enter(values)
         return True
 
-    def _logarithm(self, value: float) -> float:
-        return math.log(value + (self._added or 0.0))
-
-    def _enter(self, logarithm: float) -> None:
-        # The first few deviations would be from a level that is not one yet.
-        if len(self._recent) >= 5:
-            self._deviations.add(logarithm - self._level)
-            spread = self._deviations.median_distance(self._deviations.median())
-            self._scale = max(MAD_TO_SIGMA * spread, self.floor)
-        if self.in_sums:
-            self._sums.add(logarithm, _SUMS_REACH * self._scale)
-        self._recent.add(logarithm)
-        self._accepted += 1
-        middle = self._recent.median()
-        reach = 2 * self._scale
-        # Before there is a scale, the median alone.
-        self._level = self._recent.winsorized_mean(middle - reach, middle + reach) if self._deviations else middle
-        self._publish()
-
-    def _publish(self) -> None:
-        """Computes level and scale as others read them, once for each change and not for each time they are read."""
+    def _enter(self, logarithms: Iterable[float]) -> None:
+        recent, deviations = self._recent, self._deviations
+        for logarithm in logarithms:
+            # The first few deviations would be from a level that is not one yet.
+            if len(recent.ordered) >= 5:
+                spread = deviations.spread_with(logarithm - self._level)
+                self._scale = max(MAD_TO_SIGMA * spread, self.floor)
+            if self.in_sums:
+                self._sums.add(logarithm, _SUMS_REACH * self._scale)
+            middle = self._level = recent.add(logarithm)
+            self._accepted += 1
+            # Before there is a scale, the median alone; then the mean of what is no further from it than this.
+            if deviations.ordered:
+                low, high, ordered = middle - 2 * self._scale, middle + 2 * self._scale, recent.ordered
+                first, last = bisect_left(ordered, low), bisect_left(ordered, high)
+                total = first * low + math.fsum(ordered[first:last]) + (len(ordered) - last) * high
+                self._level = total / len(ordered)
         added, level = self._added or 0.0, math.exp(self._level)
+        self.ready, self.full = self._accepted >= _WARMUP, len(recent.ordered) == _LEVEL_WINDOW
         self.level = level - added if self._accepted else None
         # A quarter of the offset, 0.5 % of the first value, is no deviation worth a symptom either.
         least = 0.25 * added / level
         if self._accepted < _LEVEL_WINDOW:
             least = max(least, self.early_floor)
         self.scale = max(self._scale, least)
-        self._stretch = max(self._sums.deviation / self.scale, 1.0) * self._sums.inflation
-        self._least_rise = _EARLY_RISE if self._accepted < _LEVEL_WINDOW else 0.0
+        self.stretch = max(self._sums.deviation / self.scale, 1.0) * self._sums.inflation
+        self.least_rise = _EARLY_RISE if self._accepted < _LEVEL_WINDOW else 0.0
+
+    def reach(self, steps: int) -> tuple[float, float, float, float]:
+        """
+        What level and scale can come down to within so many values, however many of them are accepted, of which none
+        lies below the lowest: that, level and scale in logarithms, and what is added to a value before. Once it is
+        [`full`].
+        """
+        values = [*self._recent.values]
+        spreads = self._deviations.ordered
+        # So many deviations lie within the median distance at least, wherever their centre may come to lie.
+        inside = len(spreads) // 2 + 1 - steps
+        spread = min(map(sub, spreads[inside - 1 :], spreads)) / 2 if inside > 1 else 0.0
+        scale = max(MAD_TO_SIGMA * spread, self.floor)
+        lowest = self._level - _LOWEST * self._scale
+        worst = sorted([min(value, lowest) for value in values[:steps]] + values[steps:])
+        most = worst[len(worst) // 2 - 1] + 2 * scale
+        within = bisect_left(worst, most)
+        level = (math.fsum(worst[:within]) + (len(worst) - within) * most) / len(worst)
+        return lowest, level, scale, self._added or 0.0
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._publish()
+        self._enter(())
 
 
-def _has_logarithm(value: float) -> bool:
-    # Far above what float32 holds, and far enough below what a double does for sums of a few of them.
-    return 0 < value < 1e300
-
-
-# ---- sorted window: the last numbers of a series, sorted: median, distance from a centre, mean without outliers ----
+# ---- sorted window: the last numbers of a series, sorted: median, distance from a centre ----
 
 
 class SortedWindow:
@@ -236,24 +229,19 @@ class SortedWindow:
         # How many of the nearer half lay below the centre the last time: the place to look first.
         self._below = 0
 
-    def __len__(self) -> int:
-        return len(self.ordered)
+    def add(self, value: float) -> float:
+        """Takes in a number; the median with it."""
+        values, ordered = self.values, self.ordered
+        if len(values) == self.size:
+            del ordered[bisect_left(ordered, values[0])]
+        values.append(value)
+        insort(ordered, value)
+        middle = len(ordered) // 2
+        return ordered[middle] if len(ordered) % 2 else 0.5 * (ordered[middle - 1] + ordered[middle])
 
-    def add(self, value: float) -> None:
-        if len(self.values) == self.size:
-            del self.ordered[bisect_left(self.ordered, self.values[0])]
-        self.values.append(value)
-        insort(self.ordered, value)
-
-    def median(self) -> float:
-        middle = len(self.ordered) // 2
-        if len(self.ordered) % 2:
-            return self.ordered[middle]
-        return 0.5 * (self.ordered[middle - 1] + self.ordered[middle])
-
-    def median_distance(self, centre: float) -> float:
-        """Median distance from a centre (upper median for an even count)."""
-        ordered = self.ordered
+    def spread_with(self, value: float) -> float:
+        """Takes in a number; the median distance from the median with it (upper median for an even count)."""
+        centre, ordered = self.add(value), self.ordered
         split = bisect_left(ordered, centre)
         wanted = len(ordered) // 2 + 1
         fewest, most = max(0, wanted - (len(ordered) - split)), min(wanted, split)
@@ -268,12 +256,6 @@ class SortedWindow:
         furthest_below = centre - ordered[split - below] if below else 0.0
         furthest_above = ordered[split + above - 1] - centre if above else 0.0
         return max(furthest_below, furthest_above)
-
-    def winsorized_mean(self, low: float, high: float) -> float:
-        """Mean after values outside of `[low, high]` have been moved to its ends."""
-        first, last = bisect_left(self.ordered, low), bisect_left(self.ordered, high)
-        inside = math.fsum(islice(self.ordered, first, last))
-        return (first * low + inside + (len(self.ordered) - last) * high) / len(self.ordered)
 
 
 # ---- sum spread: the spread of sums of neighbouring values, which are not independent ----
@@ -338,7 +320,7 @@ class SumSpread(KeepsState):
 _SPIKES_REMEMBERED = 2_000
 _RISES_REMEMBERED = 5_000
 # Of the values that stray this many scales or more, at most this many are kept: the furthest.
-_TAIL_FROM = 3.0
+TAIL_FROM = 3.0
 _TAIL_SIZE = 64
 # The law of the tail is taken from this many of its largest values, and believed to where one in 100,000 steps lies.
 _FEWEST_OF_TAIL, _MOST_OF_TAIL = 5, 10
@@ -351,44 +333,44 @@ _RISES_KEPT = 16
 class UsualSpikes(KeepsState):
     """Remembers what strayed far in the last 2,000 steps, and says how high a spike has to be to stand out from it."""
 
-    _state = ("_recent", "_spikes", "_began")
+    _state = ("_recent", "_spikes", "began")
 
     def __init__(self) -> None:
         self._recent: list[tuple[int, float]] = []
         self._spikes: deque[int] = deque(maxlen=2)
-        self._began: int | None = None
+        self.began: int | None = None
 
-    def stands_out(self, reading: Reading) -> bool:
+    def stands_out(self, step: int, height: float) -> bool:
         """Whether a spike is higher (in natural-log units) than what is usual. Changes nothing."""
-        since = reading.step - _SPIKES_REMEMBERED
+        since = step - _SPIKES_REMEMBERED
         heights = sorted((height for at, height in self._recent if at > since), reverse=True)
         # After two spikes, one more of their size is no news.
         again = len(self._spikes) == 2 and self._spikes[0] > since and len(heights) > 1
         usual = _STANDS_OUT * heights[1] if again else 0.0
-        return reading.height > max(usual, self._furthest_of_tail(heights, reading.step))
+        return height > max(usual, self._furthest_of_tail(heights, step))
 
-    def add(self, reading: Reading, spike: bool = True) -> None:
+    def add(self, step: int, z: float, scale: float, spike: bool) -> None:
         """Takes in how far a value strays."""
-        if self._began is None:
-            self._began = reading.step
+        if self.began is None:
+            self.began = step
         if spike:
-            self._spikes.append(reading.step)
-        if reading.z is None or (reading.z < _TAIL_FROM and not spike):
+            self._spikes.append(step)
+        elif z < TAIL_FROM:
             return
-        since = reading.step - _SPIKES_REMEMBERED
+        since = step - _SPIKES_REMEMBERED
         self._recent = [each for each in self._recent if each[0] > since]
-        self._recent.append((reading.step, reading.height))
+        self._recent.append((step, z * scale))
         if len(self._recent) > _TAIL_SIZE:
             self._recent.remove(min(self._recent, key=lambda each: each[1]))
 
     def _furthest_of_tail(self, heights: list[float], step: int) -> float:
         """Extrapolates the tail to the height that one step in 100,000 exceeds; 0 where too few values are known."""
         largest = min(_MOST_OF_TAIL, len(heights) - 1)
-        if largest < _FEWEST_OF_TAIL or self._began is None or heights[largest] <= 0:
+        if largest < _FEWEST_OF_TAIL or self.began is None or heights[largest] <= 0:
             return 0.0
         base = heights[largest]
         exponent = sum(math.log(height / base) for height in heights[:largest]) / largest
-        seen = min(max(step - self._began, 1), _SPIKES_REMEMBERED)
+        seen = min(max(step - self.began, 1), _SPIKES_REMEMBERED)
         return float(base * max(largest * _ONE_STEP_IN / seen, 1.0) ** exponent)
 
 
@@ -405,6 +387,8 @@ class UsualRises(KeepsState):
         self.limit = limit
         """Sum a CUSUM has to exceed now."""
         self._least = limit
+        self.worth_noting = limit / 4
+        """Sum from which a rise is remembered."""
         self._harmless = 0.0
 
     @property
@@ -418,8 +402,6 @@ class UsualRises(KeepsState):
 
     def add(self, step: int, height: float, reported: bool = False) -> None:
         """Takes in a rise that is over: the furthest the CUSUM went, and whether it was reported."""
-        if height <= self._least / 4:
-            return
         self._rises = [each for each in self._rises if each[0] > step - _RISES_REMEMBERED]
         self._rises += [(step, height)] * (2 if reported else 1)
         for _ in range(len(self._rises) - _RISES_KEPT):
