@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import torch
-from conftest import dpo_trainer, grpo_trainer, leaning
-from transformers import Trainer, TrainerCallback
 from typer.testing import CliRunner, Result
 
 from self_healing.failures.recipes import Severity, Symptom
@@ -478,14 +475,6 @@ def test_the_curves_of_healthy_runs_raise_nothing(path: Path) -> None:
         assert watch.observe(int(row["step"]), log) == []
 
 
-def test_a_burst_of_one_step_is_reported_on_a_public_run() -> None:
-    """KL 4.4 with a gradient norm of 63 in one step, at levels of 0.06 and 0.1."""
-    with (CURVES / "unstable_grpo_burst_per_step.csv").open(encoding="utf-8") as file:
-        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-    logs = {int(row.pop("step")): row for row in rows}
-    assert (47, "rule:kl_burst") in feed(MetricRules(rules_for(TABLE.values(), "grpo")), logs)
-
-
 # ---- the command line ----
 
 
@@ -533,95 +522,3 @@ def test_a_table_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
 
 
 # ---- real runs ----
-
-
-class Watching(TrainerCallback):
-    """Asks the rules at each log, as a callback does."""
-
-    def __init__(self, objective: str) -> None:
-        self.objective = objective
-        self.symptoms: list[Symptom] = []
-        self.rules: MetricRules | None = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.rules = MetricRules(rules_for(TABLE.values(), self.objective), vars(args))
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-        assert self.rules is not None
-        self.symptoms += self.rules.observe(state.global_step, logs)
-
-    @property
-    def names(self) -> set[str]:
-        return {symptom.name.removeprefix("rule:") for symptom in self.symptoms}
-
-
-def logged_names(trainer: Trainer) -> set[str]:
-    return {name for entry in trainer.state.log_history for name in entry}
-
-
-# What the rules read that these runs do not log, with a piece of TRL's source that logs it (None: not in TRL).
-NEED_VLLM = {
-    "sampling/sampling_logp_difference/mean": "grpo_trainer",
-    "sampling/importance_sampling_ratio/min": "grpo_trainer",
-    "sampling/importance_sampling_ratio/mean": "grpo_trainer",
-}
-NEED_AXOLOTL = {"ebft/alignment", "ebft/diversity", "ebft/cfm_loss"}
-
-
-def unlogged(trainer: Trainer, objective: str) -> set[str]:
-    """The metrics that the rules for an objective read and a run did not log."""
-    logged = logged_names(trainer)
-    return {
-        metric
-        for rule in rules_for(TABLE.values(), objective)
-        for metric in rule.metrics
-        if not any(replace(rule, metric=metric).matches(name) for name in logged)
-    }
-
-
-def test_a_healthy_grpo_run_logs_what_the_rules_read_and_raises_nothing(tmp_path: Path, tokenizer: Any) -> None:
-    watch = Watching("grpo")
-    trainer = grpo_trainer(
-        tmp_path / "run",
-        tokenizer,
-        # Most of its completions end by themselves.
-        model=leaning(tokenizer, tmp_path, tokenizer.eos_token_id, 0.7),
-        max_completion_length=16,
-        beta=0.04,
-        max_steps=30,
-        callbacks=[watch],
-    )
-    trainer.train()
-    assert watch.symptoms == []
-    assert unlogged(trainer, "grpo") == NEED_VLLM.keys() | NEED_AXOLOTL
-
-
-def test_a_collapsing_policy_raises_the_entropy_rule(tmp_path: Path, tokenizer: Any) -> None:
-    class Collapse(TrainerCallback):
-        """From step 5 on, the model says the same word whatever it read."""
-
-        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            if state.global_step == 5:
-                with torch.no_grad():
-                    model.lm_head.weight[tokenizer(" row")["input_ids"][0], 0] = 6.0
-
-    watch = Watching("grpo")
-    grpo_trainer(
-        tmp_path / "run",
-        tokenizer,
-        model=leaning(tokenizer, tmp_path, tokenizer.eos_token_id, 0.7),
-        max_steps=30,
-        callbacks=[Collapse(), watch],
-    ).train()
-    (symptom,) = [symptom for symptom in watch.symptoms if symptom.name == "rule:entropy_collapse"]
-    assert (symptom.evidence["since_step"], symptom.step) == (6, 25)
-    assert symptom.severity == "error"
-    assert symptom.evidence["value"] < 0.01
-
-
-def test_a_healthy_dpo_run_logs_what_the_rules_read_and_raises_nothing(tmp_path: Path, tokenizer: Any) -> None:
-    watch = Watching("dpo")
-    trainer = dpo_trainer(tmp_path / "run", tokenizer, max_steps=30, callbacks=[watch])
-    trainer.train()
-    assert watch.symptoms == []
-    assert unlogged(trainer, "dpo") == {"eval_loss"}  # which an SFT run below logs

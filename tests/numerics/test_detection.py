@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import (
-    TRAINERS,
     GradientFault,
     OutputFault,
     assert_same_weights,
     dpo_trainer,
-    grpo_trainer,
     journal,
     plain_trainer,
     sft_trainer,
@@ -207,14 +205,6 @@ def scaled(trainer: Any, factor: Callable[[int], float]) -> None:
     trainer.compute_loss = lambda *args, **kwargs: original(*args, **kwargs) * factor(trainer.state.global_step)
 
 
-def test_a_rare_kind_of_row_is_not_left_out_for_ever(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **{**STEADY, "max_steps": 150})
-    scaled(trainer, lambda step: 6.0 if step >= 40 and step % 10 == 0 else 1.0)
-    trainer.train()
-    assert [event["action"] for event in of_kind(tmp_path, "action")].count("skip_step") == 2
-    assert {event["failure"] for event in of_kind(tmp_path, "diagnosed")} <= {"gradient_spike", "loss_spike"}
-
-
 def test_a_batch_that_makes_loss_and_gradient_spike_is_a_co_spike(tmp_path: Path, tokenizer: Any) -> None:
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **STEADY)
     scaled(trainer, lambda step: 6.0 if step == 50 else 1.0)
@@ -246,18 +236,6 @@ def test_an_explosion_in_the_first_steps_is_left_out(tmp_path: Path, tokenizer: 
     assert [event["action"] for event in of_kind(tmp_path, "action")] == ["skip_step"]
 
 
-def test_a_frozen_model_is_reported_as_vanishing_gradient(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **{**STEADY, "max_steps": 30})
-    original = trainer.compute_loss
-    trainer.compute_loss = lambda *args, **kwargs: (
-        lambda loss: loss.detach() + 0.0 * sum(p.sum() for p in trainer.model.parameters())
-    )(original(*args, **kwargs))
-    trainer.train()
-    (detected,) = of_kind(tmp_path, "detected")
-    assert (detected["symptom"], detected["step"]) == ("vanishing_gradient", 19)
-    assert trainer.state.global_step == 30
-
-
 # ---- a run that does nothing ----
 
 
@@ -275,27 +253,6 @@ def test_a_loss_of_exactly_zero_ends_the_run_and_says_why(tmp_path: Path, tokeni
 
 
 # ---- objectives ----
-
-
-def test_the_journal_says_which_detectors_and_rules_apply(tmp_path: Path, tokenizer: Any) -> None:
-    expected = {
-        "SFTTrainer": (
-            "sft",
-            {"nonfinite", "loss_spike", "divergence", "above_chance", "dead_loss", "gradient_spike"},
-        ),
-        "DPOTrainer": ("dpo", {"nonfinite", "loss_spike", "divergence", "gradient_spike"}),
-        "GRPOTrainer": ("grpo", {"nonfinite", "gradient_explosion"}),
-        "Trainer": ("generic", {"nonfinite", "loss_spike", "divergence", "above_chance", "gradient_spike"}),
-    }
-    for name, (objective, detectors) in expected.items():
-        trainer = TRAINERS[name](tmp_path / name, tokenizer, callbacks=[SelfHealingCallback()], max_steps=1)
-        trainer.train()
-        started = journal(tmp_path / name)[0]
-        assert started["objective"] == objective
-        assert detectors <= set(started["detectors"]), name
-        assert ("above_chance" in started["detectors"]) == ("above_chance" in detectors)
-        assert set(started["rules"]) or objective == "generic"
-    assert started["detectors"] != []
 
 
 def test_a_trainer_with_a_loss_of_its_own_gets_the_safe_subset(tmp_path: Path, tokenizer: Any) -> None:
@@ -322,21 +279,6 @@ def test_a_trainer_with_a_loss_of_its_own_gets_the_safe_subset(tmp_path: Path, t
 
 
 # ---- metric rules, through the callback ----
-
-
-def test_of_alerts_about_the_same_in_one_log_the_most_severe_speaks_for_all(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = grpo_trainer(
-        tmp_path,
-        tokenizer,
-        callbacks=[SelfHealingCallback()],
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        max_steps=25,
-        gradient_accumulation_steps=1,
-    )
-    trainer.train()
-    assert [event["symptom"] for event in of_kind(tmp_path, "detected")] == ["rule:reward_std_zero"]
-    noticed = {event["symptom"] for event in of_kind(tmp_path, "noticed")}
-    assert noticed >= {"rule:no_group_has_signal", "rule:reward_stuck_at_zero"}
 
 
 def detach_policy(trainer: Any) -> None:
@@ -381,24 +323,6 @@ def test_a_rule_of_the_users_own_is_merged_in(tmp_path: Path, tokenizer: Any) ->
 
 
 # ---- no harm ----
-
-
-def test_an_exception_in_the_wrapper_keeps_the_held_checkpoint(tmp_path: Path, tokenizer: Any) -> None:
-    """The incident about the loss, and the checkpoint that waits for it, outlive a re-entry."""
-    trainer = sft_trainer(tmp_path, tokenizer, save_strategy="steps", save_steps=10, **STEADY)
-    LossOffset(trainer, lambda step: 20.0 if step == 39 else 0.0)
-    raised: list[int] = []
-
-    class Raising(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 42 and not raised:
-                raised.append(42)
-                raise ConnectionError("gone")
-
-    trainer.add_callback(Raising())
-    SelfHealingTrainer(trainer, HealingConfig(api_retry_base_delay=0.0)).train()
-    assert raised == [42]
-    assert checkpoints(tmp_path) == [10, 20, 30, 45, 50, 60]
 
 
 # ---- what the run is made of changes ----

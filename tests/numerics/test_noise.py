@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from conftest import (
     weights,
 )
 from noise import kernel_noise
-from transformers import TrainerCallback
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer
 
@@ -164,99 +162,33 @@ def test_steps_that_come_out_otherwise_are_refused_in_noise(tmp_path: Path, toke
     assert steps_lost(tmp_path) == [FAULT + 1 - TRUSTED]
 
 
-# ---- every fault, under every trainer and at every level of noise ----
+# ---- other faults ----
 
-QUICK = ("SFTTrainer", "bf16-4e-3")
-EVERYWHERE = [
-    pytest.param(
-        name,
-        *level.values,
-        id=f"{name}-{level.id}",
-        marks=() if (name, level.id) == QUICK else pytest.mark.slow,
-    )
-    for name in ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer")
-    for level in LEVELS[1::2]
-]
-# A policy gradient has spikes, and rows that are generated do not come again.
-OFFLINE = [each for each in EVERYWHERE if each.values[0] != "GRPOTrainer"]
-STEADY = {"max_steps": 46, "lr_scheduler_type": "constant", "gradient_accumulation_steps": 1, "learning_rate": 1e-3}
-
-
-def healed(
-    output_dir: Path,
-    tokenizer: Any,
-    name: str,
-    bf16: bool,
-    eps: float,
-    arm: Callable[[Any], Any],
-    callbacks: Sequence[TrainerCallback] = (),
-    config: Mapping[str, Any] = GOES_BACK,
-    wrapped: bool = False,
-    **arguments: Any,
-) -> tuple[Any, Any]:
-    """A noisy run with a fault; the trainer and the fault."""
-    watching = [] if wrapped else [SelfHealingCallback(config)]
-    trainer = TRAINERS[name](output_dir, tokenizer, bf16=bf16, callbacks=[*watching, *callbacks], **arguments)
-    fault = arm(trainer)
-    with kernel_noise(trainer.model, eps):
-        (SelfHealingTrainer(trainer, config) if wrapped else trainer).train()
-    return trainer, fault
+STEADY = {"max_steps": 46, "lr_scheduler_type": "constant", "gradient_accumulation_steps": 1}
 
 
 def outcomes(output_dir: Path) -> list[tuple[str, str, int]]:
     return [(each["failure"], each["outcome"], each["steps_lost"]) for each in journal(output_dir, "outcome")]
 
 
-@pytest.mark.parametrize(("name", "bf16", "eps"), EVERYWHERE)
-def test_a_passing_nan_costs_no_step(tmp_path: Path, tokenizer: Any, name: str, bf16: bool, eps: float) -> None:
-    def arm(trainer: Any) -> OutputFault:
-        return OutputFault(trainer.model, strike=lambda forward: forward == 4)
-
-    healed(tmp_path, tokenizer, name, bf16, eps, arm, max_steps=6)
-    assert outcomes(tmp_path) == [("nonfinite_transient", "resolved", 0)]
-    assert repeats(tmp_path) == ["within noise"]
-
-
-@pytest.mark.parametrize(("name", "bf16", "eps"), OFFLINE)
-def test_a_passing_gradient_spike_costs_no_step(
-    tmp_path: Path, tokenizer: Any, name: str, bf16: bool, eps: float
-) -> None:
-    def arm(trainer: Any) -> GradientFault:
-        return GradientFault(trainer.model, lambda backward: backward == 41, value=1e4)
-
-    # At a higher rate the gradients of a reward model are so uneven that none stands out.
-    _, fault = healed(tmp_path, tokenizer, name, bf16, eps, arm, **STEADY | {"learning_rate": 1e-4})
+@pytest.mark.parametrize(("bf16", "eps"), LEVELS[3:])
+def test_a_passing_gradient_spike_costs_no_step(tmp_path: Path, tokenizer: Any, bf16: bool, eps: float) -> None:
+    callbacks = [SelfHealingCallback(GOES_BACK)]
+    trainer = sft_trainer(tmp_path, tokenizer, bf16=bf16, callbacks=callbacks, learning_rate=1e-4, **STEADY)
+    fault = GradientFault(trainer.model, lambda backward: backward == 41, value=1e4)
+    with kernel_noise(trainer.model, eps):
+        trainer.train()
     assert fault.fired == 1
     assert ("spike_transient", "resolved", 0) in outcomes(tmp_path)
     assert all(lost == 0 for *_, lost in outcomes(tmp_path))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rate", [1e-3, 1e-2])
-@pytest.mark.parametrize(("name", "bf16", "eps"), EVERYWHERE)
-def test_nan_weights_are_undone(
-    tmp_path: Path, tokenizer: Any, name: str, bf16: bool, eps: float, rate: float
-) -> None:
-    fault = WeightFault(a_few_nans, FAULT)
-    steady = STEADY | {"learning_rate": rate, "max_steps": 60}
-    healed(tmp_path, tokenizer, name, bf16, eps, lambda _: None, [fault], **steady)
-    [lost] = [lost for failure, _, lost in outcomes(tmp_path) if failure == "corrupted_state"]
-    [replay] = replays(tmp_path)
-    if replay["happened"]:
-        assert lost == 0
-        return
-    # Steps with generated rows are not kept; at such a rate noise decides which way some of the losses jump.
-    assert name == "GRPOTrainer" or (rate == 1e-2 and name in ("KTOTrainer", "RewardTrainer"))
-    assert lost <= FAULT + 1 - TRUSTED
-    assert any(reason in replay["why"] for reason in (ANOTHER_STEP, LOOKS_BAD, "their rows were generated"))
-
-
-@pytest.mark.parametrize(("name", "bf16", "eps"), EVERYWHERE)
-def test_an_exception_costs_no_step(tmp_path: Path, tokenizer: Any, name: str, bf16: bool, eps: float) -> None:
-    def arm(trainer: Any) -> RaisingForward:
-        return RaisingForward(trainer.model, lambda forward: forward == 6, lost_connection)
-
-    trainer, fault = healed(tmp_path, tokenizer, name, bf16, eps, arm, wrapped=True, max_steps=8)
+@pytest.mark.parametrize(("bf16", "eps"), LEVELS[3:])
+def test_an_exception_costs_no_step(tmp_path: Path, tokenizer: Any, bf16: bool, eps: float) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, bf16=bf16, max_steps=8)
+    fault = RaisingForward(trainer.model, lambda forward: forward == 6, lost_connection)
+    with kernel_noise(trainer.model, eps):
+        SelfHealingTrainer(trainer, GOES_BACK).train()
     assert fault.fired == 1
     assert trainer.state.global_step == 8
     assert outcomes(tmp_path) == [("network", "resolved", 0)]

@@ -207,21 +207,3 @@ def test_a_batch_of_one_bad_row_is_told_from_a_broken_model_by_an_earlier_batch(
     assert {row["dataset_index"] for row in quarantined(tmp_path)} == set(POISONED)
     assert [event["steps_lost"] for event in journal(tmp_path, "outcome")] == [1, 1, 1]
     assert trainer.state.log_history[-1]["healing/skipped_steps"] == 3
-
-
-def test_the_offending_batch_is_kept_for_replay(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, texts=poisoned_texts(), max_steps=8, callbacks=[SelfHealingCallback()])
-    token = tokenizer.convert_tokens_to_ids(POISON_WORD)
-    PoisonToken(trainer.model, token)
-    trainer.train()
-    saved = sorted((tmp_path / "incidents").glob("*.pt"))
-    assert saved
-    record = torch.load(saved[0], weights_only=True)
-    assert any(bool((batch["input_ids"] == token).any()) for batch in record["micro_batches"].values())
-    assert record["all_weights"]
-    assert record["weights"].keys() == {name for name, _ in trainer.model.named_parameters()}
-    assert record["blueprint"]["classes"][0] == ["trl.trainer.sft_trainer", "SFTTrainer"]
-    assert record["blueprint"]["arguments"]["learning_rate"] == trainer.args.learning_rate
-    rows = [row["dataset_index"] for rows in record["rows"].values() for row in rows]
-    assert len(rows) == 8
-    assert set(POISONED) & set(rows)

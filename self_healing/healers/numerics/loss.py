@@ -68,11 +68,6 @@ class AppliedSteps(NumericsHealer):
             self.numerics.clipping.reset()
         return True
 
-    def remember_spike(self, signals: StepSignals) -> None:
-        """Takes in how far a gradient strays, so that one learns what is usual; a step that is done again, once."""
-        if signals.step > self.numerics.observed_step:
-            self.panel.remember_spike(signals)
-
     def take_in(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
         """Takes in a step with nothing wrong, as it will be applied."""
         self.run.outcomes.take_in(signals.loss, window.step)
@@ -226,9 +221,9 @@ class SpikeHealer(NumericsHealer):
         with self.incident(symptom.step, symptom.name, symptom.evidence, symptom.severity) as opened:
             again, applied = window.compute_again(), self.run.part(AppliedSteps)
             transient = again.finite and self.panel.spike(again) is None
-            if again.finite:
+            if again.finite and symptom.step > self.numerics.observed_step:
                 # As it is without the passing fault: faults that come again and again are not what is usual.
-                applied.remember_spike(again)
+                self.panel.remember_spike(again)
             failure = FailureType.SPIKE_TRANSIENT if transient else FailureType.GRADIENT_SPIKE
             cause = Cause.TRANSIENT if transient else Cause.SAME_AGAIN if again.finite else Cause.NOT_FINITE_AGAIN
             opened.diagnosed(failure, cause, {"again": {"loss": again.loss, "grad_norm": again.grad_norm}})

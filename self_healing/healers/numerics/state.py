@@ -112,7 +112,8 @@ class NumericsState:
 
     def look_ahead(self) -> None:
         """After a step with nothing wrong: which of the next may wait. None, while any of them may be acted on."""
-        self.settled = self.calm
+        doubt = self.watch.incident is not None or self.outcomes.rollback_in_doubt
+        self.settled = not doubt and (self.panel is None or not self.panel.divergence.suspicious)
         if self.panel is not None and self.settled and (self.clipping is None or not self.clipping.acts):
             self.bounds = bounds_of(self.panel)
 
@@ -147,7 +148,7 @@ class NumericsState:
         if self.clipping is not None:
             self.clipping.take_in(signals)
         if panel.loss_is_usual:
-            self.detector.accept(signals.loss)
+            self.detector.losses.append(signals.loss)
         return panel.loss_is_usual
 
     # ---- together with the weights ----

@@ -40,7 +40,7 @@ class SlowRiseDetector(KeepsState):
     @property
     def until_look(self) -> int:
         """Losses until the next look at them."""
-        return _LOOK_EVERY - self._since_look
+        return max(_LOOK_EVERY - self._since_look, _LEVEL_WINDOW - len(self._losses))
 
     def observe(self, step: int, loss: float) -> Symptom | None:
         """Judges one loss; `"slow_rise"`."""
@@ -149,7 +149,7 @@ class NeverLearnedDetector(KeepsState):
     @property
     def until_look(self) -> int:
         """Losses until the next look at them."""
-        return _LOOK_AT_LOSS_EVERY - self._since_look if not self.decided else _LOOK_AT_LOSS_EVERY
+        return _LOOK_AT_LOSS_EVERY - self._since_look
 
     def observe(self, step: int, loss: float) -> Symptom | None:
         """Judges one loss; `"never_learned"`."""

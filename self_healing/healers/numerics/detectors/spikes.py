@@ -116,12 +116,8 @@ class NonFiniteDetector(KeepsState):
         """Judges one step; a finite one is taken into the trend."""
         symptom = self.judge(signals, scaler_active)
         if signals.finite:
-            self.accept(signals.loss)
+            self.losses.append(signals.loss)
         return symptom
-
-    def accept(self, loss: float) -> None:
-        """Takes a finite loss into the trend."""
-        self.losses.append(loss)
 
     def judge(self, signals: StepSignals, scaler_active: bool = False) -> Symptom | None:
         """Judges one step, and leaves the trend as it is."""
