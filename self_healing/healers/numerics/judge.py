@@ -132,10 +132,10 @@ class StepJudge(Healer):
         elif roll_back:
             self.red_flags.roll_back(window)
         elif finite:
-            self._take_in(window, signals)
+            self._judge_finite(window, signals)
         return finite and not window.skipped and numerics.opened + numerics.watch.opened == opened
 
-    def _take_in(self, window: Window, signals: StepSignals) -> None:
+    def _judge_finite(self, window: Window, signals: StepSignals) -> None:
         """Takes in a step that is finite, unless its gradient has to be healed."""
         panel, clipping = self.numerics.panel, self.numerics.clipping
         assert panel is not None, "it is there before the first step"

@@ -219,7 +219,7 @@ class SpikeHealer(NumericsHealer):
     def heal(self, window: Window, symptom: Symptom) -> None:
         """Computes the step again before anything is decided about it."""
         with self.incident(symptom.step, symptom.name, symptom.evidence, symptom.severity) as opened:
-            again, applied = window.compute_again(), self.run.part(AppliedSteps)
+            again = window.compute_again()
             transient = again.finite and self.panel.spike(again) is None
             if again.finite and symptom.step > self.numerics.observed_step:
                 # As it is without the passing fault: faults that come again and again are not what is usual.

@@ -26,8 +26,9 @@ _OFFSET, _EARLY_RISE = 0.02, 0.33
 _SUMS_REACH = 4
 # Four in five values of a normal distribution lie within this many standard deviations, Φ⁻¹(0.9).
 FOUR_IN_FIVE = 1.2816
-# How far below the level a value may lie, in scales, that need not be looked at at once.
-_LOWEST = 2.5
+# How far below the level a value may lie, in scales, that need not be looked at at once, or one scale below so many
+# of the last ones.
+_LOWEST, _LATELY = 2.5, 10
 # Far above what float32 holds, and far enough below what a double does for sums of a few of them.
 _LARGEST, _LARGEST_LOGARITHM = 1e300, 690.0
 
@@ -198,7 +199,8 @@ class LogTrend(KeepsState):
         inside = len(spreads) // 2 + 1 - steps
         spread = min(map(sub, spreads[inside - 1 :], spreads)) / 2 if inside > 1 else 0.0
         scale = max(MAD_TO_SIGMA * spread, self.floor)
-        lowest = self._level - _LOWEST * self._scale
+        # A quantity that falls lies below its level all the time.
+        lowest = min(self._level - _LOWEST * self._scale, min(values[-_LATELY:]) - self._scale)
         worst = sorted([min(value, lowest) for value in values[:steps]] + values[steps:])
         most = worst[len(worst) // 2 - 1] + 2 * scale
         within = bisect_left(worst, most)
