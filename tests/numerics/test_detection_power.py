@@ -136,7 +136,7 @@ def everything(run_length: int) -> tuple[Any, list[StepSignals], list[dict[str, 
     return observe, steps, logs
 
 
-def test_all_detectors_together_make_at_most_270_calls_a_step() -> None:
+def test_all_detectors_together_make_at_most_200_calls_a_step() -> None:
     # Five times what is looked at every 50 steps, so that it counts as well.
     observe, _, _ = everything(500)
     for number in range(250):
@@ -153,4 +153,4 @@ def test_all_detectors_together_make_at_most_270_calls_a_step() -> None:
             observe(number)
     finally:
         sys.setprofile(None)
-    assert calls / 250 <= 270
+    assert calls / 250 <= 200

@@ -55,7 +55,7 @@ def bounds_of(panel: DetectorPanel) -> Bounds | None:
     """The bounds of the next steps; `None` while each has to be observed at once, as it is applied."""
     applies, bounds = panel.apply, Bounds()
     judged = applies & OF_ITS_LOGARITHM and not panel.signed_loss
-    if judged and not (panel.loss_trend.full and _bound_loss(bounds, panel)):
+    if judged and not (panel.loss_trend.ready and _bound_loss(bounds, panel)):
         return None
     for name, detector in (("never_learned", panel.never_learned), ("slow_rise", panel.slow_rise)):
         if name in applies:
@@ -65,7 +65,7 @@ def bounds_of(panel: DetectorPanel) -> Bounds | None:
         bounds.lowest_loss = max(bounds.lowest_loss, math.ulp(0.0))
     bounds.highest_norm = min(panel.gradient_spike.explosion, _LARGEST)
     spike = min(panel.gradient_spike.threshold, panel.co_spike_z if "co_spike" in applies else math.inf)
-    if math.isfinite(spike) and panel.gradient_trend.full:
+    if math.isfinite(spike) and panel.gradient_trend.ready:
         lowest, logarithm, scale, added = panel.gradient_trend.reach(MOST_WAITING)
         bounds.lowest_norm = math.exp(lowest) - added
         bounds.highest_norm = min(bounds.highest_norm, math.exp(logarithm + _LESS * spike * scale) - added)

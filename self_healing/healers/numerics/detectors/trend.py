@@ -60,8 +60,8 @@ class LogTrend(KeepsState):
         self._outside: deque[float] = deque(maxlen=_LEVEL_WINDOW)
         self._forget()
         # ---- read by others: published with each change, for they are read more often ----
-        self.ready = self.full = False
-        """Whether enough values have been accepted to judge others by them, and as many as level is taken from."""
+        self.ready = False
+        """Whether enough values have been accepted to judge others by them."""
         self.level: float | None = None
         """The baseline in the quantity's own units; `None` before the first accepted value."""
         self.scale = floor
@@ -177,7 +177,7 @@ class LogTrend(KeepsState):
                 total = first * low + math.fsum(ordered[first:last]) + (len(ordered) - last) * high
                 self._level = total / len(ordered)
         added, level = self._added or 0.0, math.exp(self._level)
-        self.ready, self.full = self._accepted >= _WARMUP, len(recent.ordered) == _LEVEL_WINDOW
+        self.ready = self._accepted >= _WARMUP
         self.level = level - added if self._accepted else None
         # A quarter of the offset, 0.5 % of the first value, is no deviation worth a symptom either.
         least = 0.25 * added / level
@@ -191,7 +191,7 @@ class LogTrend(KeepsState):
         """
         What level and scale can come down to within so many values, however many of them are accepted, of which none
         lies below the lowest: that, level and scale in logarithms, and what is added to a value before. Once it is
-        [`full`].
+        [`ready`].
         """
         values = [*self._recent.values]
         spreads = self._deviations.ordered
@@ -201,10 +201,16 @@ class LogTrend(KeepsState):
         scale = max(MAD_TO_SIGMA * spread, self.floor)
         # A quantity that falls lies below its level all the time.
         lowest = min(self._level - _LOWEST * self._scale, min(values[-_LATELY:]) - self._scale)
-        worst = sorted([min(value, lowest) for value in values[:steps]] + values[steps:])
-        most = worst[len(worst) // 2 - 1] + 2 * scale
+        added = min(steps, _LEVEL_WINDOW - len(values))
+        replaced = steps - added
+        worst = sorted([min(value, lowest) for value in values[:replaced]] + values[replaced:] + [lowest] * added)
+        most = worst[(len(worst) - 1) // 2] + 2 * scale
         within = bisect_left(worst, most)
         level = (math.fsum(worst[:within]) + (len(worst) - within) * most) / len(worst)
+        # With fewer of them it may lie between that and what it is without them.
+        level = min(level, (level * len(worst) - lowest * added) / len(values))
+        if self._accepted + steps < _LEVEL_WINDOW:
+            scale = max(scale, self.early_floor)
         return lowest, level, scale, self._added or 0.0
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
