@@ -145,8 +145,7 @@ class SnapshotRing:
 
     def promote(self) -> None:
         """Trusts the candidate; the oldest generation gives its memory to the next one."""
-        if self.candidate is None:
-            return
+        assert self.candidate is not None
         self.trusted.append(self.candidate)
         self.candidate = None
         if len(self.trusted) > self.generations:

@@ -428,7 +428,7 @@ class SharedStates:
             return
         try:
             self._write_down(snapshot, live, record(), owed, weights)
-            if not snapshot.copies_beside or snapshot.looked_at:
+            if not snapshot.transfers or snapshot.looked_at:
                 self.store()
         except Exception as error:
             self._give_up(error)

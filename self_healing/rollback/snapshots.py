@@ -78,7 +78,8 @@ class Snapshot:
     stored: Path | None = None
     # Whether a forward wrote to the weights while they were copied: part of the copy is older than the rest.
     torn: bool = False
-    _transfers: list[Transfer] = field(default_factory=list)
+    # What is copied beside training, or was.
+    transfers: list[Transfer] = field(default_factory=list)
     # What is wrong with the copy: a thread looks for it as soon as it is complete.
     _found: futures.Future[list[str]] | None = None
     # The places in the block, of each tensor and of each piece, and for which kinds of tensors they were made.
@@ -107,7 +108,7 @@ class Snapshot:
         """
         began = time.perf_counter()
         self.wait()
-        self.torn, self._transfers, self._found = False, [], None
+        self.torn, self.transfers, self._found = False, [], None
         # What changes without an `optimizer.step()` is copied in the stream that all is computed in: buffers, which a
         # forward pass changes, and the scale, which may change where a step is left out.
         at_once, beside = list[Pair](), list[Pair]()
@@ -126,7 +127,7 @@ class Snapshot:
             self._copy(at_once, beside, new_block)
         finally:
             # Where it failed, what was begun is waited for all the same before the memory is used again.
-            self._found = later(self._look, self._transfers, sums)
+            self._found = later(self._look, self.transfers, sums)
         self.seconds = time.perf_counter() - began
 
     def _copy(self, at_once: list[Pair], beside: list[Pair], new_block: NewBlock) -> None:
@@ -142,7 +143,7 @@ class Snapshot:
             if transfer is None:
                 copy_all(then, non_blocking=False)
             else:
-                self._transfers.append(transfer(device, partial(copy_all, then, non_blocking=True)))
+                self.transfers.append(transfer(device, partial(copy_all, then, non_blocking=True)))
 
     def _make_room(self, pairs: list[Pair], pieces: list[list[Pair]], new_block: NewBlock) -> None:
         kinds = [(tensor.shape, tensor.dtype, tensor.device, tensor.stride()) for _, tensor in pairs]
@@ -179,13 +180,8 @@ class Snapshot:
 
     def join(self) -> None:
         """Orders all later work of the devices after the copy, before weights change; the host does not wait."""
-        for transfer in self._transfers:
+        for transfer in self.transfers:
             transfer.join()
-
-    @property
-    def copies_beside(self) -> bool:
-        """Whether it was, or is, copied beside training."""
-        return bool(self._transfers)
 
     @property
     def looked_at(self) -> bool:
@@ -199,7 +195,7 @@ class Snapshot:
 
     def held_up(self) -> float:
         """Gives the seconds for which training waited for it, on the CPU and on the devices."""
-        return self.seconds + max((transfer.held_up() for transfer in self._transfers), default=0.0)
+        return self.seconds + max((transfer.held_up() for transfer in self.transfers), default=0.0)
 
     def copies(self) -> Iterator[tuple[str, TensorCopy]]:
         """Yields the copies of weights, buffers and optimizer state, by name."""

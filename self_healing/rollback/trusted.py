@@ -286,8 +286,7 @@ class TrustedStates:
     def promote(self, step: int) -> list[str]:
         """Trusts the candidate, if it is whole and finite on all ranks; returns what is not finite."""
         candidate = self.ring.candidate
-        if candidate is None:
-            raise RuntimeError("there is no snapshot to be trusted")
+        assert candidate is not None
         bad = self._wrong_in(candidate)
         share = 0.0 if bad else self.interval.share_of_step(candidate, step + 1 - candidate.step)
         unsound, share = votes.largest(TRUSTED, (bool(bad), share), self.device)[:2]

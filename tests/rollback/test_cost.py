@@ -170,3 +170,15 @@ def test_nothing_is_recorded_behind_a_gap_until_the_next_snapshot(
     assert batches.recorded(range(5, 10)) is not None
     batches.keep_only(range(8, 10))
     assert keep(MadeUpStep(10)) == [8, 9, 10]
+
+
+def test_batches_are_given_up_where_memory_runs_out_and_kept_again_later() -> None:
+    batches = KeptBatches()
+    batches.record()
+    batches.keep(MadeUpStep(0), 1.0, early=True)
+    assert batches.free(of_host=True, device=CPU, snapshots=[]) == 10
+    assert not batches.tape
+    assert not batches.first_steps
+    batches.record()
+    batches.keep(MadeUpStep(1), 1.0, early=False)
+    assert batches.recorded(range(1, 2)) is not None

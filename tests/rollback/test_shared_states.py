@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from forked_pairs import run_pair
 
-from self_healing.healers.restarts.shared_memory import _states_of, remove_other_states, steps_in_memory
+from self_healing.healers.restarts.shared_memory import _states_of, steps_in_memory
 from self_healing.hf.state import LiveState
 from self_healing.hf.trainer_state import ResumeRecord
 from self_healing.rollback import shared_memory
@@ -183,12 +182,6 @@ def test_a_state_that_is_not_what_was_written_is_refused(run: Run) -> None:
     assert run.steps == []
 
 
-def test_a_state_of_another_number_of_ranks_is_not_taken(run: Run) -> None:
-    run.take()
-    run.shared.directory.rename(run.shared.directory.with_name("run-rank0-of-2"))
-    assert run.steps == []
-
-
 def test_a_model_of_other_sizes_does_not_fit(run: Run, tmp_path: Path) -> None:
     run.take()
     other = Run(tmp_path, width=4)
@@ -233,33 +226,3 @@ def test_neither_what_another_user_has_made_nor_a_link_is_trusted(
     theirs = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: theirs)
     assert not is_own(directory_of(run.output_dir))
-
-
-def _states_of_two_ranks(directory: Path, rank: int) -> dict[str, Any]:
-    run = Run(directory, rank=rank, ranks=2)
-    for _ in range(3 if rank == 0 else 2):
-        run.take()
-        run.ring.promote()
-    torch.distributed.barrier()
-    common = [each.step for each in steps_in_memory(str(directory), rank, CPU)]
-    if rank == 1:
-        run.ring.release()
-    torch.distributed.barrier()
-    return {"common": common, "none": [each.step for each in steps_in_memory(str(directory), rank, CPU)]}
-
-
-@pytest.mark.slow
-def test_only_a_step_that_all_ranks_have_is_gone_on_from(tmp_path: Path) -> None:
-    try:
-        ranks = run_pair(tmp_path, _states_of_two_ranks)["ranks"]
-        assert ranks == [{"common": [2], "none": []}] * 2
-    finally:
-        shutil.rmtree(directory_of(tmp_path), ignore_errors=True)
-
-
-def test_states_of_earlier_runs_are_removed(run: Run) -> None:
-    run.take()
-    remove_other_states(run.output_dir, "run", 1)
-    assert run.steps == [1]
-    remove_other_states(run.output_dir, "run", 2)
-    assert not directory_of(run.output_dir).exists()
