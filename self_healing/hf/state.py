@@ -317,7 +317,8 @@ class Search:
                 self._left.setdefault(kind, []).append((name, tensor))
                 continue
             for piece in _in_place(tensor):
-                self._ends.setdefault((piece.device, piece.dtype), []).extend((name, end) for end in piece.aminmax())
+                low, high = piece.aminmax()
+                self._ends.setdefault((piece.device, piece.dtype), []).extend(((name, low), (name, high)))
 
     @torch.no_grad()
     def nonfinite(self) -> list[str]:

@@ -273,7 +273,8 @@ class Rollback:
         self._gone_back_to = None
         self.states.displaced = False
         self.batches.stop_recording()
-        self.batches.record()
+        if self.states.generations():
+            self.batches.record()
 
     def fall_back(self) -> bool:
         """
