@@ -83,10 +83,7 @@ def vet_weights(checkpoint: Path) -> str | None:
     checksums = (load_marker(checkpoint) or {}).get(CHECKSUMS, {})
     try:
         weights = _weight_files(checkpoint, findings)
-        for file in weights:
-            check_weights(file, findings)
-        for folder in _folders(checkpoint, "pytorch_model_fsdp_*"):
-            check_shards(folder, findings, masks=True)
+        _check_weights(checkpoint, weights, findings)
         if is_of_deepspeed(checkpoint):
             # Which loads the best model by the same files.
             check_deepspeed(checkpoint, None, findings)
@@ -128,12 +125,9 @@ def _examine(checkpoint: Path, step: int, marker: Mapping[str, Any] | None, find
     elif (checkpoint / MARKER_FILE).is_file():
         findings.doubts.append(f"its marker {MARKER_FILE} cannot be read, so it is judged without it")
     _check_configs(checkpoint)
-    for file in weights:
-        check_weights(file, findings)
+    _check_weights(checkpoint, weights, findings)
     for file in optimizers:
         check_optimizer(file, findings)
-    for folder in _folders(checkpoint, "pytorch_model_fsdp_*"):
-        check_shards(folder, findings, masks=True)
     for folder in _folders(checkpoint, "optimizer_*"):
         check_shards(folder, findings)
     if is_of_deepspeed(checkpoint):
@@ -222,6 +216,13 @@ def _weight_files(checkpoint: Path, findings: Findings) -> list[Path]:
     if not files and not is_of_deepspeed(checkpoint) and not _folders(checkpoint, "pytorch_model_fsdp_*"):
         raise Unusable("no weights: there is no model.safetensors, adapter_model.safetensors or other file with them")
     return files
+
+
+def _check_weights(checkpoint: Path, files: list[Path], findings: Findings) -> None:
+    for file in files:
+        check_weights(file, findings)
+    for folder in _folders(checkpoint, "pytorch_model_fsdp_*"):
+        check_shards(folder, findings, masks=True)
 
 
 def _shards_of(index: Path) -> list[Path]:

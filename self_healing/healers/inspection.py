@@ -225,14 +225,9 @@ def _is_empty(columns: Mapping[str, Any]) -> bool:
         return alone or any(flatten(value).size == 0 for value in tokens)
     texts = [columns[name] for name in _TEXT_COLUMNS if name in columns]
     given = [text for text in texts if text is not None]
+    blank = (not (text.strip() if isinstance(text, str) else text) for text in given if isinstance(text, (str, list)))
     # Columns that only some rows use are None in the others.
-    return any(_is_blank(text) for text in given) or (bool(texts) and not given)
-
-
-def _is_blank(text: Any) -> bool:
-    if isinstance(text, str):
-        return not text.strip()
-    return isinstance(text, list) and not text
+    return any(blank) or (bool(texts) and not given)
 
 
 def _trained(columns: Mapping[str, Any], max_length: int | None) -> np.ndarray | None:

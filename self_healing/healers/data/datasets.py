@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
 from typing import Any
@@ -114,20 +115,14 @@ class GuardedDataset(Proxy):
             length = len(self.wrapped)
         except TypeError:
             return
-        failed = 0
-        for candidate in candidates(index, length, self.guard.seed):
-            if candidate in self.guard.known.blocked:
-                continue
-            before = len(bad)
+        drawn = (each for each in candidates(index, length, self.guard.seed) if each not in self.guard.known.blocked)
+        for candidate in itertools.islice(drawn, MAX_BAD_IN_A_ROW):
             # One attempt is enough to know whether it is the sample or what it comes through.
             sample, failure = self._load_twice(candidate, bad, patient=not suspect)
-            if failure is not None and may_be_the_sample(failure):
-                raise LetPass(raised if raised is not None and suspect else failure)
-            if len(bad) == before:
+            if failure is None:
                 yield candidate, sample
-            failed += 1
-            if failed >= MAX_BAD_IN_A_ROW:
-                return
+            elif may_be_the_sample(failure):
+                raise LetPass(raised if raised is not None and suspect else failure)
 
     def _load_twice(self, index: int, bad: list[BadSample], patient: bool) -> tuple[Any, BaseException | None]:
         """Loads a sample, twice if it raises; one that cannot be used is appended to `bad`, with what it raised."""

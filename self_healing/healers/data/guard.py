@@ -194,12 +194,6 @@ class Proxy:
         else:
             setattr(self.wrapped, name, value)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-
 
 # ---- copies: datasets and collators may change what they are given in place ----
 
