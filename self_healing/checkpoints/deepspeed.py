@@ -17,9 +17,9 @@ _LATEST = "latest"
 _LATEST_UNIVERSAL = "latest_universal"
 _FOLDERS = "global_step*"
 _STEP = re.compile(r"global_step(\d+)")
-# As `DeepSpeedEngine._get_ckpt_name` and `_get_rank_zero_ckpt_name` call them (0.19.8).
-_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
-_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")
+# As `DeepSpeedEngine._get_ckpt_name` and `_get_rank_zero_ckpt_name` call them (0.19.8), for a model in one part.
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_00_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_00_optim_states\.pt")
 
 _WITHOUT = (
     "it was written without DeepSpeed, which finds nothing in it. What to do: go on without DeepSpeed, or load its "
@@ -44,11 +44,11 @@ def is_of_deepspeed(checkpoint: Path) -> bool:
 
 @dataclass
 class _Folder:
-    """One of DeepSpeed's folders: its files by rank and part of the model; the rank is `None` where one is of all."""
+    """One of DeepSpeed's folders: its files by rank, which is `None` where one is of all."""
 
     path: Path
-    models: dict[tuple[int | None, int], Path] = field(default_factory=dict)
-    optimizers: dict[tuple[int, int], Path] = field(default_factory=dict)
+    models: dict[int | None, Path] = field(default_factory=dict)
+    optimizers: dict[int, Path] = field(default_factory=dict)
 
     @classmethod
     def named_by(cls, pointer: Path) -> _Folder:
@@ -61,9 +61,9 @@ class _Folder:
             raise Unusable(f"{tag} is missing: {pointer.name} names it as what to load")
         for file in sorted(folder.path.iterdir()):
             if (match := _MODEL.fullmatch(file.name)) is not None:
-                folder.models[None if match["rank"] is None else int(match["rank"]), int(match["part"])] = file
+                folder.models[None if match["rank"] is None else int(match["rank"])] = file
             elif (match := _OPTIMIZER.fullmatch(file.name)) is not None:
-                folder.optimizers[int(match["rank"]), int(match["part"])] = file
+                folder.optimizers[int(match["rank"])] = file
         return folder
 
     @cached_property
@@ -76,12 +76,12 @@ class _Folder:
     def processes(self) -> int:
         """How many ranks have written into it, or should have."""
         said = [size for each in self.said if isinstance(size := each.get("dp_world_size"), int)]
-        return max([*said, *(rank + 1 for rank, _ in self.optimizers)], default=1)
+        return max([*said, *(rank + 1 for rank in self.optimizers)], default=1)
 
     @property
     def stage(self) -> int:
         """The stage of ZeRO; 0 if the optimizer state lies with the weights."""
-        if any(rank is not None for rank, _ in self.models):
+        if any(rank is not None for rank in self.models):
             return 3
         if not self.optimizers and any(each.get("optimizer") is not None for each in self.said):
             return 0
@@ -95,14 +95,13 @@ class _Folder:
 
     def missing(self) -> list[tuple[int, str]]:
         """Lists the files that are not there, each with the rank whose part it is."""
-        parts = sorted({part for _, part in [*self.models, *self.optimizers]})
         prefix = "bf16_zero" if self.bf16 else "zero"
         gone = []
-        for rank, part in [(rank, part) for rank in range(self.processes) for part in parts]:
-            if self.stage == 3 and (rank, part) not in self.models:
-                gone.append((rank, f"zero_pp_rank_{rank}_mp_rank_{part:02d}_model_states.pt"))
-            if self.stage and (rank, part) not in self.optimizers:
-                gone.append((rank, f"{prefix}_pp_rank_{rank}_mp_rank_{part:02d}_optim_states.pt"))
+        for rank in range(self.processes):
+            if self.stage == 3 and rank not in self.models:
+                gone.append((rank, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"))
+            if self.stage and rank not in self.optimizers:
+                gone.append((rank, f"{prefix}_pp_rank_{rank}_mp_rank_00_optim_states.pt"))
         return gone
 
 
@@ -123,12 +122,6 @@ def check_deepspeed(checkpoint: Path, step: int | None, findings: Findings) -> N
     if not pointers:
         raise Unusable(f"{_LATEST} is missing: DeepSpeed writes it when all is written, and finds by it what to load")
     folders = {pointer.name: _Folder.named_by(pointer) for pointer in pointers}
-    read = [folder.path for folder in folders.values()]
-    findings.notes += [
-        f"{other.name} was not looked at, because {pointers[0].name} names {read[0].name}"
-        for other in sorted(checkpoint.glob(_FOLDERS))
-        if other.is_dir() and other not in read
-    ]
     regular = folders.get(_LATEST)
     if regular is not None:
         _check_parts(regular)

@@ -82,7 +82,7 @@ def vet_weights(checkpoint: Path) -> str | None:
     findings = Findings()
     checksums = (load_marker(checkpoint) or {}).get(CHECKSUMS, {})
     try:
-        weights = _weight_files(checkpoint, findings)
+        weights = _weight_files(checkpoint)
         _check_weights(checkpoint, weights, findings)
         if is_of_deepspeed(checkpoint):
             # Which loads the best model by the same files.
@@ -115,7 +115,7 @@ def breach_of_marker(checkpoint: Path) -> str | None:
 
 def _examine(checkpoint: Path, step: int, marker: Mapping[str, Any] | None, findings: Findings) -> None:
     """Looks at everything in a checkpoint; what is cheap to see comes first."""
-    weights, optimizers = _weight_files(checkpoint, findings), _optimizer_files(checkpoint)
+    weights, optimizers = _weight_files(checkpoint), _optimizer_files(checkpoint)
     _check_random_states(checkpoint, findings, processes.world_size() if marker is None else 1)
     if marker is not None:
         if marker["standing"] == "suspect":
@@ -201,17 +201,16 @@ def _check_configs(checkpoint: Path) -> None:
                     PreTrainedConfig.from_json_file(file)
 
 
-def _weight_files(checkpoint: Path, findings: Findings) -> list[Path]:
-    """Lists the files with weights that a resume reads; what lies beside them is noted."""
+def _weight_files(checkpoint: Path) -> list[Path]:
+    """Lists the files with weights that a resume reads."""
     files = [file for name in _WHOLE if (file := checkpoint / name).is_file()]
-    whole = [file.name for file in files]
+    # A resume reads these where there are shards besides.
+    whole = bool(files)
     # PEFT keeps every adapter but the default one in a folder of its own.
     files += [file for name in _ADAPTERS for file in sorted((*checkpoint.glob(name), *checkpoint.glob(f"*/{name}")))]
     for index in (checkpoint / name for name in _INDEXES):
         if index.is_file() and not whole:
             files += _shards_of(index)
-        elif index.is_file():
-            findings.notes.append(f"{index.name} was not looked at, because a resume reads {whole[0]}")
     files += sorted(checkpoint.glob("pytorch_model_fsdp*.bin"))
     if not files and not is_of_deepspeed(checkpoint) and not _folders(checkpoint, "pytorch_model_fsdp_*"):
         raise Unusable("no weights: there is no model.safetensors, adapter_model.safetensors or other file with them")
