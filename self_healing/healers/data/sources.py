@@ -65,12 +65,12 @@ class SourceReader:
             given = self._recover(failure)
         self.ordinal += 1 if self._size is None else self._size(given)
         self._position += 1
-        # Code that is given it may change it.
-        self._last = given.copy() if type(given) is dict else copy_of(given)
         if self._shard is not None:
-            if self.ordinal == 1:
+            if self._last is None:
                 self._begins(given)
             guard.names.append(f"{self._shard}:{self.ordinal - 1}")
+        # Code that is given it may change it.
+        self._last = given.copy() if type(given) is dict else copy_of(given)
         return given
 
     def _otherwise(self) -> Any:
