@@ -269,7 +269,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if run.broken or run.attached is None:
             return
         leaving = run.attached.leaving
-        if leaving.leaves(run.asked_to_leave is not None):
+        asked = run.asked_to_leave is not None
+        if (asked or leaving.together) and leaving.leaves(asked):
             run.part(Preemption).begun = True
             # Saved now, whatever the schedule of checkpoints is; there is no time for an evaluation.
             control.should_save = control.should_training_stop = True

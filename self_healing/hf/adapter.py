@@ -56,7 +56,7 @@ class Instrument:
         self.hooks = hooks
         self.heals_exceptions = heals_exceptions
         self.replaced = Replacements()
-        self.view = TrainerView(trainer, self.objective, self.replaced)
+        self.view = TrainerView(trainer, self.objective)
         self.ledger = Bookkeeper(trainer)
         self.position = DataPosition(trainer, self.objective)
         self.reentry = Reentry(trainer, self.ledger, self.position)

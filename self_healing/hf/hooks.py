@@ -82,6 +82,9 @@ class Hooks:
     def stepped(self) -> None:
         """Called after the `optimizer.step()` of the Trainer's own loop."""
 
+    def step_fitted(self) -> None:
+        """Called after that, while memory is watched."""
+
     # ---- the step is logged and saved ----
 
     def metrics(self, training: bool, summary: bool) -> dict[str, float]:

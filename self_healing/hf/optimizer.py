@@ -135,6 +135,8 @@ class OptimizerStep:
             else:
                 try:
                     self._hooks.stepped()
+                    if self._retry.watched:
+                        self._hooks.step_fitted()
                 except Exception as error:
                     if not self._failsafe.contains(error):
                         raise

@@ -337,6 +337,8 @@ class EarlyStop:
         self._view: TrainerView = instrument.view
         self._position: DataPosition = instrument.position
         self._theirs: tuple[Any, Any] | None = None
+        # Whether other processes have a say in it.
+        self.together = self._view.world_size > 1
         # Whether the run ends with the step that is under way.
         self.begun = False
         # Whether the evaluation that was due is left to the process that continues the run.
@@ -344,7 +346,7 @@ class EarlyStop:
 
     def leaves(self, asked: bool) -> bool:
         """Whether the run ends with this step, because some process (`asked`: this one) has to leave."""
-        if self._view.world_size > 1:
+        if self.together:
             window: Window | None = self._instrument.window
             asked = window is not None and window.leave_wanted
         if not asked or self._view.last_step_done:

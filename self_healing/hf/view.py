@@ -12,7 +12,6 @@ from ..system import processes
 from .deepspeed import Zero, engine_of, why_not_healed
 from .memory import retry_after_freeing
 from .objective import Objective
-from .patching import Replacements
 from .state import LiveState, is_sharded, live_state_of, nonfinite_tensors, unwrap_optimizer
 
 
@@ -23,10 +22,11 @@ _OWN_BACKWARD = (DistributedType.XLA, DistributedType.MEGATRON_LM)
 class TrainerView:
     """Answers questions about one trainer; what does not change while it trains is an attribute."""
 
-    def __init__(self, trainer: Any, objective: Objective, replaced: Replacements) -> None:
+    def __init__(self, trainer: Any, objective: Objective) -> None:
         self._trainer = trainer
         self.objective = objective
-        self._replaced = replaced
+        # As it is before anything is replaced.
+        self._rate_of_schedule = trainer._get_learning_rate
         self.device: torch.device = trainer.accelerator.device
         self.world_size = processes.world_size()
         # Context and sequence parallelism: each process has some of the tokens of a row.
@@ -95,7 +95,7 @@ class TrainerView:
     @property
     def scheduled_rate(self) -> float:
         """The rate that the schedule asks for, of the first parameter group."""
-        return float(self._replaced.original(self._trainer, "_get_learning_rate")())
+        return float(self._rate_of_schedule())
 
     @property
     def initial_rate(self) -> float | None:

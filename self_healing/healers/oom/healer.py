@@ -319,7 +319,7 @@ class MemoryHealer(Healer):
                 error,
             )
 
-    def stepped(self) -> None:
+    def step_fitted(self) -> None:
         """The step is done."""
         if self._context is not None:
             self._end().done()
