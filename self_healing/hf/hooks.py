@@ -14,7 +14,7 @@ from ..system import processes
 from ..system.processes import log_safely
 from .memory import OutOfMemory
 from .patching import OnException, Replacements
-from .step import Window
+from .step import Bounds, Window
 
 
 logger = logging.getLogger(__name__)
@@ -60,10 +60,10 @@ class Hooks:
     def judge(self, window: Window) -> None:
         """Called once per optimizer step, with gradients computed and clipped, and nothing applied yet."""
 
-    def bounds(self, window: Window) -> tuple[float, float] | None:
+    def bounds(self, window: Window) -> Bounds | None:
         """
-        Gives the largest loss and norm, as float32, with which nothing is done about a step: it may be judged once its
-        update is launched then. `None` where it is judged first.
+        Gives the loss and norm with which nothing is done about a step: it may be judged once its update is launched
+        then. `None` where it is judged first.
         """
         return None
 

@@ -18,7 +18,7 @@ from .oom import OomRetry
 from .reentry import Reentry
 from .sections import Phase
 from .state import unwrap_optimizer
-from .step import Window
+from .step import Bounds, Window
 from .view import TrainerView
 
 
@@ -50,7 +50,7 @@ class OptimizerStep:
         # Whether an update may have changed the weights: one with a rate of 0, or without gradients, has not.
         self.weights_moved = self._optimizer is None
 
-    def bounds_for(self, window: Window) -> tuple[float, float] | None:
+    def bounds_for(self, window: Window) -> Bounds | None:
         """What loss and norm of a measured step may be for its update to be launched now; `None`: judged first."""
         if not self._veto.usable or not self._veto.allows(window):
             return None
@@ -192,10 +192,10 @@ class Veto:
         trainer, self._device = instrument.trainer, instrument.view.device
         self._optimizer: Any = unwrap_optimizer(trainer.optimizer)
         self.usable = self._device.type in VETO_ON and self._may_be_left_out(trainer)
-        self._bounds: tuple[float, float] | None = None
+        self._bounds: Bounds | None = None
         if self.usable:
             on_gpu = self._device.type == "cuda"
-            self._on_device = torch.zeros(2, device=self._device)
+            self._on_device = torch.zeros(2, 2, device=self._device)
             self._found = torch.zeros((), device=self._device)
             self._on_host = torch.empty(2, pin_memory=on_gpu)
             self._event: Any = torch.Event("cuda") if on_gpu else None
@@ -219,12 +219,14 @@ class Veto:
     def launch(self, window: Window, step: Callable[[], Any]) -> Any:
         """Launches the update, then reads the numbers; whether it was applied is in `window.applied`."""
         bounds, window.bounds = window.bounds, None
+        assert bounds is not None
         numbers = window.numbers()
         if bounds != self._bounds:
-            self._bounds = bounds
-            self._on_device = torch.tensor(bounds, device=self._device)
+            self._bounds, self._on_device = bounds, torch.tensor(bounds, device=self._device)
+        lows, highs = self._on_device
         # NaN is in no order with anything.
-        torch.logical_not((numbers <= self._on_device).all(), out=self._found)
+        within = (lows <= numbers).logical_and_(numbers <= highs).all()
+        torch.logical_not(within, out=self._found)
         self._on_host.copy_(numbers, non_blocking=True)
         if self._event is not None:
             self._event.record()
@@ -236,7 +238,9 @@ class Veto:
         if self._event is not None:
             self._event.synchronize()
         window.read = self._on_host.tolist()
-        window.applied = all(number <= float(bound) for number, bound in zip(window.read, bounds or (), strict=True))
+        window.applied = all(
+            low <= each <= high for low, each, high in zip(bounds[0], window.read, bounds[1], strict=True)
+        )
         return result
 
 

@@ -27,6 +27,9 @@ from .trainer_state import Bookkeeper, Bookkeeping
 
 _T = TypeVar("_T")
 
+# The lowest loss and gradient norm, and the highest, as float32.
+Bounds = tuple[tuple[float, float], tuple[float, float]]
+
 # The one vote of a healthy step: loss, norm, digest of the weights, four wishes, and whether we have failed.
 _THE_STEP, _FAILED = "the step", 2 + DIGEST_PARTS + 4
 
@@ -59,7 +62,7 @@ class Window:
         # Whether its loss is a number on all ranks, as far as is known; whether the running loss has been put right.
         self.loss_is_finite, self.loss_is_set = True, False
         # With which it may be launched before it is judged; then its numbers, read once, and whether it was applied.
-        self.bounds: tuple[float, float] | None = None
+        self.bounds: Bounds | None = None
         self.read: list[float] | None = None
         self.applied = False
         # Whether it was judged to its end: each rank goes on to apply it, or what is left of it.

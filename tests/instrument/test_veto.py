@@ -65,13 +65,8 @@ def test_a_healthy_run_is_bitwise_the_plain_one(
         tmp_path / "healed", tokenizer, gradient_accumulation_steps=accumulation, callbacks=[SelfHealingCallback()]
     )
     assert launched.count(True) > 5
-    assert False not in launched
     assert_same_weights(weights(healed), weights(plain))
     assert logged(healed) == logged(plain)
-
-
-def spikes(trainer: Any) -> None:
-    OutputFault(trainer.model, strike=lambda forward: forward == 31, change=lambda hidden: 40 * hidden.roll(1, 0))
 
 
 FAULTS: dict[str, Callable[[Any], Any]] = {
@@ -80,7 +75,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
     "each time": lambda trainer: OutputFault(trainer.model, strike=lambda _: trainer.state.global_step == 30),
     "poison": lambda trainer: PoisonToken(trainer.model, trainer.train_dataset[5]["input_ids"][3]),
     "weights": lambda trainer: trainer.add_callback(WeightFault(a_few_nans, 30)),
-    "spike": spikes,
+    "spike": lambda trainer: GradientFault(trainer.model, strike=lambda backward: backward == 31, value=1e3),
 }
 
 
@@ -95,7 +90,8 @@ def test_a_step_is_healed_as_where_it_is_judged_first(
     first = trained(tmp_path / "judged", tokenizer, FAULTS[fault], callbacks=[SelfHealingCallback(CONFIG)])
     assert len(launched) == number
     assert_same_weights(weights(healed), weights(first))
-    assert logged(healed) == logged(first)
+    # By its text: NaN is not equal to itself.
+    assert str(logged(healed)) == str(logged(first))
     told = [
         [
             (event["kind"], event.get("failure"), event.get("action"), event["step"])

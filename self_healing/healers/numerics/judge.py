@@ -10,7 +10,7 @@ from ...failures.classify import describe_exception
 from ...failures.recipes import Action, Cause, FailureType, TrainingFault, UnrecoverableTrainingError
 from ...hf.memory import free_memory, is_out_of_memory, memory_figures, release_frames
 from ...hf.objective import StepSignals
-from ...hf.step import Window
+from ...hf.step import Bounds, Window
 from ...journal.incident import Incident
 from ...ranks import votes
 from ...run.healer import Healer, HealingContext
@@ -60,6 +60,18 @@ class StepJudge(Healer):
             error = self.memory.ran_out(caught)
         # Outside of the handler: what the failed attempt held is gone.
         self.memory.go_on_without(error, window, known)
+
+    def bounds(self, window: Window) -> Bounds | None:
+        """See [`Healer.bounds`]: not of a step in which anything else may be done than to wait for the detectors."""
+        run, numerics, step = self.run, self.numerics, window.step
+        bounds = numerics.bounds
+        if bounds is None or numerics.watch.incident is not None or numerics.repeatability.owed:
+            return None
+        asked = run.stop_incident or numerics.roll_back_for or run.asked_to_leave or run.news.waiting
+        if asked or step <= numerics.observed_step or step % LOOK_EVERY == 0 or self.rollback.copies_in_doubt:
+            return None
+        compares = not self.replicas.off and self.replicas.due(step)
+        return None if compares or self.rollback.states.will_trust(step) else bounds.single()
 
     def _judge(self, window: Window) -> None:
         run, numerics, step = self.run, self.numerics, window.step

@@ -6,6 +6,8 @@ import math
 import sys
 from dataclasses import dataclass
 
+import numpy as np
+
 from ....hf.objective import StepSignals
 from .divergence import SLACK, SUSPICIOUS
 from .panel import CO_SPIKE_Z, OF_ITS_LOGARITHM, DetectorPanel
@@ -49,6 +51,25 @@ class Bounds:
         self.risen = max(self.risen + max((loss - self.level) / self.scale, 0.0) - self.slack, 0.0)
         self.steps -= 1
         return self.risen <= SUSPICIOUS
+
+    def single(self) -> tuple[tuple[float, float], tuple[float, float]] | None:
+        """Lowest and highest loss and norm of the next step, as float32 on the safe side; `None` if none may wait."""
+        if self.steps <= 0:
+            return None
+        rise = _LESS * (SUSPICIOUS + self.slack - self.risen) * self.scale
+        highest = min(self.highest_loss, self.level + rise)
+        lows, highs = (self.lowest_loss, self.lowest_norm), (highest, self.highest_norm)
+        lowest, norm = (_single(each, math.inf) for each in lows)
+        highest, largest = (_single(each, -math.inf) for each in highs)
+        return (lowest, norm), (highest, largest)
+
+
+def _single(value: float, towards: float) -> float:
+    """Rounds to float32, where that differs in one direction; what it does not hold is the largest that it does."""
+    limit = float(np.finfo(np.float32).max)
+    rounded = np.float32(min(max(value, -limit), limit))
+    wrong = rounded < value if towards > 0 else rounded > value
+    return float(np.nextafter(rounded, np.float32(towards)) if wrong else rounded)
 
 
 def bounds_of(panel: DetectorPanel) -> Bounds | None:
