@@ -531,7 +531,9 @@ class RunEvents(Healer):
             instrument.stay_within(terminal.speaking)
 
     def before_optimizer_step(self) -> None:
-        self._run.rollback.ring.join()
+        ring = self._run.rollback.ring
+        if ring.under_way is not None:
+            ring.join()
 
     def metrics(self, training: bool, summary: bool) -> dict[str, float]:
         run = self._run

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from ..failures.recipes import TrainingFault
 from ..ranks import votes
@@ -34,8 +34,6 @@ from .view import TrainerView
 
 
 logger = logging.getLogger(__name__)
-
-NOTHING = contextlib.nullcontext()
 
 
 class Instrument:
@@ -75,6 +73,8 @@ class Instrument:
         # While a step that can be left out is computed, what is logged of it is filtered here, once, and not by the
         # Trainer, which waits for the device twice for each micro-batch.
         self._filter_taken = self._filters_loss = self._notes_prepared = False
+        # Whether others may draw random numbers, or change what is trained, between the fetch and the first forward.
+        self._others_begin_steps = True
         # Undo what healers have done to the trainer, when it is given back.
         self.on_detach: list[Callable[[], None]] = []
 
@@ -138,6 +138,7 @@ class Instrument:
         self.replace(trainer, "_load_best_model", self._in_section("load_best_model", _unchanged))
         self.one_rank.attach()
         self._notes_prepared = self.objective.online or self.one_rank.possible
+        self._others_begin_steps = any(map(_begins_steps, trainer.callback_handler.callbacks))
         self._filters_loss = self.leaves_out_nonfinite
         self.optimizer_step.attach()
         self.position.watch()
@@ -291,7 +292,7 @@ class Instrument:
         return [], None
 
     def _fetched(self, micro_batches: int) -> None:
-        if not self.attached:
+        if not self.replaced.held:
             return
         self.window = Window(self.engine, self.ledger, self.position, micro_batches) if micro_batches else None
         self.reentry.fetched(self.window)
@@ -308,7 +309,9 @@ class Instrument:
         try:
             try:
                 if window.start is None and self.reentry.finished is not None:
-                    window.begin(self.ledger.capture(self.reentry.finished, self.reentry.finished.running_loss))
+                    finished, rng = self.reentry.finished, self.reentry.after_fetch_rng
+                    drawn = None if self._others_begin_steps else rng
+                    window.begin(self.ledger.capture(finished, finished.running_loss, drawn))
                 window.add_call(model, inputs, args, kwargs)
             except Exception as error:
                 if not self.failsafe.contains(error):
@@ -319,8 +322,12 @@ class Instrument:
             before, ran_out = state.num_input_tokens_seen, None
             try:
                 try:
-                    with self._noting_what_is_prepared(window) if self._notes_prepared else NOTHING:
-                        loss = self.call.run((model, inputs, args, kwargs), window.note_exception)
+                    call = model, inputs, args, kwargs
+                    if self._notes_prepared:
+                        with self._noting_what_is_prepared(window):
+                            loss = self.call.run(call, window.note_exception)
+                    else:
+                        loss = self.call.run(call, window.note_exception)
                 except Exception as error:
                     ran_out = self.retry.caught(error, alone=not self.one_rank.why_not())
                     if ran_out is None:
@@ -356,7 +363,7 @@ class Instrument:
         if self.one_rank.possible:
             self.one_rank.begin()
         elif not generates:
-            return NOTHING
+            return contextlib.nullcontext()
 
         def note(batch: Any) -> Any:
             with self.failsafe.contained():
@@ -421,7 +428,7 @@ class Instrument:
         window = self.window
         if self.call.running:
             return original(parameters, *args, **kwargs)
-        if not self._ready(window):
+        if window is None or window.judged or len(window.losses) < window.size:
             norm = original(parameters, *args, **kwargs)
             if self.failsafe.failure is not None and (window is None or not window.judged):
                 self._tell_of_failure(norm)
@@ -438,7 +445,8 @@ class Instrument:
 
     def _measured(self, window: Window, measure: Callable[[], Any]) -> Any:
         window.measured_by(measure)
-        window.bounds = self.optimizer_step.bounds_for(window)
+        if self.optimizer_step.veto.usable:
+            window.bounds = self.optimizer_step.bounds_for(window)
         if window.bounds is None:
             self._judge(window)
         return window.grad_norm
@@ -593,3 +601,9 @@ class Instrument:
 
 def _unchanged(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
+
+
+def _begins_steps(callback: Any) -> bool:
+    """Whether a callback, but for that of this library, does something in `on_step_begin`."""
+    own = type(callback).__module__.partition(".")[0] == __name__.partition(".")[0]
+    return not own and getattr(callback.on_step_begin, "__func__", None) is not TrainerCallback.on_step_begin

@@ -46,6 +46,9 @@ class StepEngine:
     DeepSpeed does otherwise is in its subclasses.
     """
 
+    left_out_by_itself: Any = False
+    """Whether the engine has skipped the step by itself, and applied nothing."""
+
     def __init__(self, instrument: Any) -> None:
         self.trainer = instrument.trainer
         self.view: TrainerView = instrument.view
@@ -218,11 +221,6 @@ class StepEngine:
             yield True
         finally:
             model.forward = mixed
-
-    @property
-    def left_out_by_itself(self) -> bool:
-        """Whether the engine has skipped the step by itself, and applied nothing."""
-        return False
 
     def state_put(self) -> None:
         """Called when another state was written over the tensors that training changes."""

@@ -41,20 +41,20 @@ class OptimizerStep:
         # It calls the optimizer once for each group of parameters, and gathers weights after that.
         self._ends_with_the_optimizer = self.can_be_taken_again
         self._mark = StepMark(trainer.optimizer)
-        self._veto = Veto(instrument)
+        self.veto = Veto(instrument)
         inner = unwrap_optimizer(trainer.optimizer)
         self._optimizer = inner if isinstance(inner, torch.optim.Optimizer) else None
         self._handles: list[Any] = []
         self._begun = votes.Collectives().begun
+        # The factor in force on the learning rates, and the step whose update it was for.
+        self._scale_at, self._scale = -1, 1.0
         self._several = processes.world_size() > 1
         # Whether an update may have changed the weights: one with a rate of 0, or without gradients, has not.
         self.weights_moved = self._optimizer is None
 
     def bounds_for(self, window: Window) -> Bounds | None:
         """What loss and norm of a measured step may be for its update to be launched now; `None`: judged first."""
-        if not self._veto.usable or not self._veto.allows(window):
-            return None
-        return self._hooks.bounds(window)
+        return self._hooks.bounds(window) if self.veto.allows(window) else None
 
     def attach(self) -> None:
         """Hooks into the optimizer itself, which sees steps that do not go through [`step`] as well."""
@@ -109,7 +109,9 @@ class OptimizerStep:
             if not failsafe.contains(error):
                 raise
         try:
-            return self._rates.scale() if failsafe.attached else 1.0
+            scale = self._rates.scale() if self._instrument.replaced.held else 1.0
+            self._scale_at, self._scale = self._instrument.trainer.state.global_step, scale
+            return scale
         except Exception:
             # With another rate on each rank the weights would be others, too.
             with failsafe.contained(), failsafe.together():
@@ -118,12 +120,13 @@ class OptimizerStep:
 
     def _until_it_fits(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         while True:
-            self._mark.set()
+            if self._mark.before is not None or (self._optimizer is not None and not self._optimizer.state):
+                self._mark.set()
             begun = self._begun() if self._several else None
             window: Window | None = self._instrument.window
             try:
                 if window is not None and window.bounds is not None:
-                    result = self._veto.launch(window, functools.partial(original, *args, **kwargs))
+                    result = self.veto.launch(window, functools.partial(original, *args, **kwargs))
                     self._instrument.judge_launched(window)
                 if window is None or not window.applied:
                     result = original(*args, **kwargs)
@@ -150,7 +153,8 @@ class OptimizerStep:
         """Wraps `_get_learning_rate`, which the Trainer logs: gives the rate in force, not the schedule's."""
         rate, scale = original(*args, **kwargs), 1.0
         try:
-            scale = self._rates.scale()
+            known = self._scale_at == self._instrument.trainer.state.global_step
+            scale = self._scale if known else self._rates.scale()
         except Exception as error:
             if not self._failsafe.contains(error):
                 raise
@@ -275,15 +279,17 @@ class Rates:
         # Not even multiplied by 1: a rate kept as a tensor would have to be read.
         return rates if scale == 1.0 or not self._view.can_scale_rate else [rate * scale for rate in rates]
 
-    def options(self) -> list[dict[str, Any]]:
-        """Settings of each parameter group that schedules change beside the rate (one-cycle momentum)."""
-        found: list[dict[str, Any]] = []
-        for group in self._trainer.optimizer.param_groups:
-            found.append({})
+    def settings(self) -> tuple[list[Any], list[dict[str, Any]]]:
+        """The rate in force of each parameter group, and what schedules change beside it (one-cycle momentum)."""
+        scale, rates, options = self.scale(), [], []
+        for group in _groups_of(self._trainer.optimizer):
+            rates.append(group["lr"] if scale == 1.0 else group["lr"] * scale)
+            kept = {}
             for name in ("betas", "momentum", "weight_decay"):
                 if name in group:
-                    found[-1][name] = group[name]
-        return found
+                    kept[name] = group[name]
+            options.append(kept)
+        return rates, options
 
     @contextlib.contextmanager
     def set_in_update(self, rates: Sequence[Any]) -> Iterator[None]:
@@ -305,7 +311,7 @@ class Rates:
     @contextlib.contextmanager
     def set(self, rates: Sequence[Any], options: Sequence[Mapping[str, Any]] = ()) -> Iterator[None]:
         """Puts rates, and options where there are any, in place for the time of a step."""
-        groups, theirs = self._trainer.optimizer.param_groups, self.options() if options else []
+        groups, theirs = self._trainer.optimizer.param_groups, self.settings()[1] if options else []
         try:
             for group, chosen in zip(groups, options, strict=False):
                 group.update(chosen)
@@ -314,6 +320,11 @@ class Rates:
         finally:
             for group, before in zip(groups, theirs, strict=False):
                 group.update(before)
+
+
+def _groups_of(optimizer: Any) -> Any:
+    """The parameter groups: accelerate's wrapper has them from what it wraps."""
+    return getattr(optimizer, "optimizer", optimizer).param_groups
 
 
 @contextlib.contextmanager
@@ -342,13 +353,13 @@ class StepMark:
         inner = unwrap_optimizer(optimizer)
         counted = type(inner).__module__.partition(".")[0] in _COUNTED
         self._optimizer = inner if isinstance(inner, torch.optim.Optimizer) and counted else None
-        self._before: dict[torch.Tensor, int] | None = None
+        self.before: dict[torch.Tensor, int] | None = None
 
     def set(self) -> None:
         """Notes the versions, right before the step."""
-        self._before = None
+        self.before = None
         if self._optimizer is not None and not self._optimizer.state:
-            self._before = {
+            self.before = {
                 parameter: parameter._version
                 for group in self._optimizer.param_groups
                 for parameter in group["params"]
@@ -356,9 +367,9 @@ class StepMark:
 
     def undo(self) -> bool:
         """Clears the state that a step which raised has made, which may be incomplete."""
-        if self._optimizer is None or self._before is None:
+        if self._optimizer is None or self.before is None:
             return False
-        if any(parameter._version != version for parameter, version in self._before.items()):
+        if any(parameter._version != version for parameter, version in self.before.items()):
             return False
         state = self._optimizer.state
         # Fused kernels write to tensors without torch counting it, but count their steps.

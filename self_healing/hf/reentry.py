@@ -48,7 +48,7 @@ class Reentry:
         self._stop = False
         self._window: Window | None = None
         self._epoch_rng: RandomState | None = None
-        self._after_fetch_rng: RandomState | None = None
+        self.after_fetch_rng: RandomState | None = None
         # After what was done again for the step of the checkpoint that is resumed from.
         self._rng_after_pending: RandomState | None = None
         # Puts all that is counted back to before the events of the step that was finished last.
@@ -76,7 +76,7 @@ class Reentry:
         self._epoch_end_done = self._epoch_end_done or (self._stop and self._position.micro_batches == 0)
         self._epoch_rng = self._ledger.random_state()
         self._epoch_began = True
-        self._after_fetch_rng = None
+        self.after_fetch_rng = None
 
     def fetching(self) -> None:
         """Called before the batches of a step are fetched: the step before it is finished in every respect."""
@@ -85,7 +85,7 @@ class Reentry:
         self.finished_step = int(self._trainer.state.global_step)
         self._schedule_before = getattr(self._trainer.lr_scheduler, "last_epoch", None)
         self._window = None
-        self._after_fetch_rng = self._undo_events = self.learning_rate = None
+        self.after_fetch_rng = self._undo_events = self.learning_rate = None
         self._epoch_began = self._epoch_ended = self._step_ended = self.epoch_end_begun = False
         self.events_done, self.in_first_step = 0, self.finished_step == self._entry_step
 
@@ -94,12 +94,12 @@ class Reentry:
         self.phase = Phase.COMPUTING
         self.has_fetched = True
         self._window = window
-        self._after_fetch_rng = self._ledger.random_state()
+        self.after_fetch_rng = RandomState.capture(self._trainer.accelerator.device)
 
     def first_step_begins(self) -> None:
         """Called in `on_step_begin`: only here has a resume in mid-epoch loaded the random state of its first step."""
         if self.phase is Phase.COMPUTING:
-            self._after_fetch_rng = self._ledger.random_state()
+            self.after_fetch_rng = self._ledger.random_state()
 
     def epoch_ends(self) -> None:
         self._epoch_ended = True
@@ -110,7 +110,8 @@ class Reentry:
 
     def events_begin(self) -> None:
         """Called before the Trainer logs, evaluates and saves: an exception in there has all of it done again."""
-        self._step_ends()
+        if not self._step_ended:
+            self._step_ends()
         control = self._trainer.control
         follows = control.should_log or control.should_evaluate or control.should_save
         if follows and self._undo_events is None and self.phase is Phase.STEPPED:
@@ -197,7 +198,7 @@ class Reentry:
         """Gives the random state a resume has to load to draw what the interrupted step would have drawn."""
         if self._position.micro_batches == 0 and self._epoch_rng is not None:
             return self._epoch_rng
-        return self._after_fetch_rng or finished.rng
+        return self.after_fetch_rng or finished.rng
 
     def random_state_to_resume(self) -> RandomState | None:
         """Gives the random state that a resume between the last finished step and the one that begins has to load."""

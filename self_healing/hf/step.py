@@ -192,19 +192,21 @@ class Window:
         if found is not None:
             return found
         try:
-            return self.numbers().tolist()
+            return torch.stack(self._loss_and_norm()).tolist()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        device = self.engine.view.device
-        return retry_after_freeing(self.numbers, device).tolist()
+        return retry_after_freeing(self.numbers, self.engine.view.device).tolist()
 
     def _loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
         losses, norm = self.losses, self.grad_norm
         loss = losses[0] if len(losses) == 1 and losses[0].dim() == 0 else torch.stack(losses).sum()
         loss = loss.float()
-        # Without a norm the loss stands in for it, so that there is one value per place on every rank.
-        return loss, loss if norm is None else as_tensor(norm, loss.device).float()
+        if norm is None:
+            # The loss stands in for it, so that there is one value per place on every rank.
+            return loss, loss
+        known = type(norm) is torch.Tensor and norm.device == loss.device
+        return loss, (norm if known else as_tensor(norm, loss.device)).float()
 
     @property
     def tokens_inside(self) -> int:
@@ -411,7 +413,7 @@ class Window:
         """
         Keeps the step, to be computed again later; `None` if its rows are generated again each time, or are too many.
         """
-        nbytes = nbytes_of([inputs for _, inputs, _, _ in self._calls])
+        nbytes = nbytes_of(self._calls)
         if self.objective.online or nbytes > largest:
             return None
         return Control(self._calls, loss, nbytes)
@@ -421,8 +423,8 @@ class Window:
         if self.start is None or not self._recordable or getattr(self._trainer.args, "sync_ref_model", False):
             # A reference model that follows the model does so in a callback, which is not called again.
             return None
-        rates = self.engine.rates
-        return Recording(self.step, control, self.start.rng, rates.in_force(), self._scaled_by, rates.options())
+        rates, options = self.engine.rates.settings()
+        return Recording(self.step, control, self.start.rng, rates, self._scaled_by, options)
 
     def begin_from_here(self) -> None:
         """Has the step start from the state there is now, after a replay."""

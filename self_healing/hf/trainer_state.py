@@ -86,7 +86,12 @@ class Bookkeeper:
         """Captures the random states."""
         return RandomState.capture(self._device)
 
-    def capture(self, since: Bookkeeping | None = None, running_loss: torch.Tensor | None = None) -> Bookkeeping:
+    def capture(
+        self,
+        since: Bookkeeping | None = None,
+        running_loss: torch.Tensor | None = None,
+        rng: RandomState | None = None,
+    ) -> Bookkeeping:
         """Captures the bookkeeping; with `since`, as of a moment after which only counters and numbers have moved."""
         trainer = self._trainer
         attributes, state = vars(trainer), trainer.state
@@ -98,8 +103,8 @@ class Bookkeeper:
             len(state.log_history),
             self.mark_stores() if since is None else since.stores,
             attributes.get("_buffered_inputs"),
-            self._copy_moving_buffers() if since is None else since.buffers,
-            RandomState.capture(self._device),
+            since.buffers if since is not None else {} if self._moving_buffers == [] else self._copy_moving_buffers(),
+            rng or RandomState.capture(self._device),
         )
 
     def _copy_moving_buffers(self) -> dict[str, torch.Tensor]:
@@ -167,7 +172,10 @@ class Bookkeeper:
     def mark_stores(self) -> StoreMarks:
         """Notes where the containers of metrics stand, those within them included."""
         attributes = vars(self._trainer)
-        stores = {name: attributes[name] for name in STORES if name in attributes}
+        stores: dict[str, Any] = {}
+        for name in STORES:
+            if name in attributes:
+                stores[name] = attributes[name]
         found: list[tuple[Any, Any]] = []
         todo = [*stores.values()]
         while todo:

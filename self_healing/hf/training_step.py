@@ -219,6 +219,7 @@ class TrainingCall:
         self._heartbeat: Heartbeat = instrument.heartbeat
         self._heals_exceptions: bool = instrument.heals_exceptions
         self._calls = 0
+        self._original: Callable[..., Any] | None = None
         self._compiled = bool(getattr(self._trainer.args, "torch_compile", False)) or any(
             type(each).__name__ == "OptimizedModule" or getattr(each, "_compiled_call_impl", None) is not None
             for each in self._trainer.model.modules()
@@ -232,7 +233,9 @@ class TrainingCall:
     def run(self, call: Call, on_nonfinite: Callable[[], None]) -> torch.Tensor:
         """Computes forward and backward of a micro-batch."""
         model, inputs, args, kwargs = call
-        original = self._replaced.original(self._trainer, "training_step")
+        original = self._original
+        if original is None:
+            original = self._original = self._replaced.original(self._trainer, "training_step")
         self.running = True
         self._calls += 1
         # When a step is computed again, it lies within whatever does so.

@@ -95,7 +95,10 @@ class TrainerView:
     @property
     def scheduled_rate(self) -> float:
         """The rate that the schedule asks for, of the first parameter group."""
-        return float(self._rate_of_schedule())
+        group = next(iter(self._groups()), None)
+        # A rate that is a tensor would be waited for.
+        rate = None if group is None else group["lr"]
+        return rate if type(rate) is float else float(self._rate_of_schedule())
 
     @property
     def initial_rate(self) -> float | None:

@@ -75,14 +75,15 @@ class SnapshotRing:
         held = reserved if reused is None else reused.nbytes
         return size_of(live) - held <= _SHARE_OF_FREE_MEMORY * free_host_memory()
 
-    def reserve(self, live: LiveState, device: torch.device) -> None:
-        """
-        Has a thread take host memory for the next snapshot, if it needs any that is not there yet: that of a device is
-        pinned, which takes seconds.
-        """
+    @property
+    def lacks_room(self) -> bool:
+        """Whether the next snapshot takes host memory that is not there yet."""
         most = self.generations + 1 + (self.initial is not None)
-        if self._reserved or self._spare or self.shared is not None or len(self.snapshots()) >= most:
-            return
+        there = self._reserved or self._spare or self.shared is not None
+        return not there and len(self.snapshots()) < most
+
+    def reserve(self, live: LiveState, device: torch.device) -> None:
+        """Has a thread take host memory for the next snapshot: that of a device is pinned, which takes seconds."""
         needed = size_of(live)
         if 0 < needed <= _SHARE_OF_FREE_MEMORY * free_host_memory():
             self._reserved = later(_new_block_on, device, needed), needed

@@ -147,7 +147,7 @@ class TrustedStates:
         if shared is not None and shared.prepared is not None and shared.prepared.snapshot.looked_at:
             shared.store()
         since = step - interval.last_taken
-        if since == 1 and not self._on_disk_only:
+        if since == 1 and not self._on_disk_only and self.ring.lacks_room:
             # By now the optimizer has all its state.
             self.ring.reserve(self.live, self.device)
         due = calm and since >= interval.steps

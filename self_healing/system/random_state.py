@@ -44,7 +44,15 @@ class RandomState:
         # As `random.getstate` and `torch.get_rng_state` do, without a call of Python in each step.
         python = (_python.VERSION, _python_words(), _python.gauss_next)
         devices = [] if kind == "cpu" else _on_devices(device)
-        return cls(python, _numpy_state(), torch.default_generator.get_state(), devices, kind)
+        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        numpy = None
+        if type(generator) is np.random.MT19937:
+            words = (ctypes.c_char * _MT19937_BYTES).from_address(int(generator.ctypes.state_address)).raw
+            numpy = _numpy_before.get(words)
+        # The words do not show whether the number that is kept from the last pair was used up.
+        if numpy is None or numpy[_HAS_GAUSS]:
+            numpy = _numpy_state(generator)
+        return cls(python, numpy, torch.default_generator.get_state(), devices, kind)
 
     def restore(self) -> None:
         """Sets all generators to the captured states."""
@@ -84,18 +92,12 @@ class RandomState:
         )
 
 
-def _numpy_state() -> Any:
-    """Gives the state of numpy's generator; that of the last capture where its words are as they were."""
-    # From numpy 1.24 on.
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if type(generator) is not np.random.MT19937:
-        return np.random.get_state()
-    words = (ctypes.c_char * _MT19937_BYTES).from_address(int(generator.ctypes.state_address)).raw
-    state = _numpy_before.get(words)
-    if state is None or state[_HAS_GAUSS]:
-        # The words do not show whether the number that is kept from the last pair was used up.
-        _numpy_before.clear()
-        state = _numpy_before[words] = np.random.get_state()
+def _numpy_state(generator: Any) -> Any:
+    """Gives the state of numpy's generator, and keeps it beside its words."""
+    state = np.random.get_state()
+    _numpy_before.clear()
+    if type(generator) is np.random.MT19937:
+        _numpy_before[ctypes.string_at(int(generator.ctypes.state_address), _MT19937_BYTES)] = state
     return state
 
 

@@ -67,9 +67,10 @@ class Bounds:
 def _single(value: float, towards: float) -> float:
     """Rounds to float32, where that differs in one direction; what it does not hold is the largest that it does."""
     limit = float(np.finfo(np.float32).max)
-    rounded = np.float32(min(max(value, -limit), limit))
+    value = min(max(value, -limit), limit)
+    rounded = float(np.float32(value))
     wrong = rounded < value if towards > 0 else rounded > value
-    return float(np.nextafter(rounded, np.float32(towards)) if wrong else rounded)
+    return float(np.nextafter(np.float32(rounded), np.float32(towards))) if wrong else rounded
 
 
 def bounds_of(panel: DetectorPanel) -> Bounds | None:
