@@ -41,7 +41,7 @@ from self_healing.healers.numerics.detectors.progress import VanishingGradientDe
 
 def scrambled_layer(model: Any) -> None:
     weight = model.lm_head.weight
-    weight.mul_(50).add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+    weight.mul_(50).add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight.device))
 
 
 def held_out_loss(trainer: Any) -> float:
