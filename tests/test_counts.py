@@ -12,8 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 counts = importlib.import_module("counts")
 
-# By accumulation; of synchronisations at most, which are fewer than the plain trainer's.
-CALLS, KERNELS, SYNCHRONISATIONS = {1: 100, 8: 160}, 8, {1: -1, 8: -15}
+# By accumulation; of synchronisations at most, which are fewer than the plain trainer's. Where rows are generated, the
+# weights and the logits are looked at before and after, once each.
+CALLS, KERNELS, SYNCHRONISATIONS = {1: 130, 8: 245}, 8, {1: -1, 8: -15}
 QUICK = {("sft", "fp32", 1), ("sft", "fp32", 8), ("grpo", "fp32", 1)}
 
 
@@ -23,6 +24,6 @@ QUICK = {("sft", "fp32", 1), ("sft", "fp32", 8), ("grpo", "fp32", 1)}
 )
 def test_a_healthy_step_costs_no_more_than_it_did(kind: str, precision: str, accumulation: int) -> None:
     added = counts.added(kind, precision, accumulation)
-    assert added["synchronisations"] <= SYNCHRONISATIONS[accumulation]
+    assert added["synchronisations"] <= SYNCHRONISATIONS[accumulation] + 2 * (kind == "grpo")
     assert added["kernels"] <= KERNELS
     assert added["calls"] <= CALLS[accumulation]

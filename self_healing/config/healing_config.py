@@ -181,7 +181,7 @@ class HealingConfig:
         "trusted checkpoint on disk.",
     )
     snapshot_interval: Annotated[int, Setting("rollback", at_least=0)] = setting(
-        0, "Steps between two snapshots. 0 chooses the interval by what they hold up: 0.25 % of the time."
+        0, "Steps between two snapshots. 0 chooses the interval by what they hold up: a four-hundredth of the time."
     )
     snapshot_verify_steps: Annotated[int, Setting("rollback", at_least=1)] = setting(
         6, "Healthy steps that must follow a snapshot or a checkpoint before it is trusted."

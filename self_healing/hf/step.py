@@ -277,11 +277,6 @@ class Window:
         _, _, args, kwargs = self._calls[index]
         return args[0] if args else kwargs.get("num_items_in_batch")
 
-    def experiment(self) -> contextlib.AbstractContextManager[None]:
-        """Marks what is computed inside as not needed by the run: [`OomRetry.experiment`]."""
-        experiment: contextlib.AbstractContextManager[None] = self.engine.retry.experiment()
-        return experiment
-
     # ---- computing it again ----
 
     def reexecute(self, keep: Mapping[int, Sequence[int]] | None = None) -> None:

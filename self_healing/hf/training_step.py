@@ -198,15 +198,15 @@ class FiniteLogits(LogitsProcessor):
     """
 
     def __init__(self) -> None:
-        self._spoiled: torch.Tensor | None = None
+        self._largest: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
-        rows = scores.amax(-1, keepdim=True).isfinite().logical_not_()
-        self._spoiled = rows.any() if self._spoiled is None else self._spoiled | rows.any()
-        return scores.masked_fill(rows, 0.0)
+        # Two kernels a token; a token that is ruled out stays at -inf.
+        self._largest.append(scores.amax(-1))
+        return scores.nan_to_num(0.0, posinf=torch.finfo(scores.dtype).max, neginf=-math.inf)
 
     def check(self) -> None:
-        if self._spoiled is not None and bool(self._spoiled):
+        if self._largest and not bool(torch.cat(self._largest).isfinite().all()):
             raise FloatingPointError("the logits that rows were to be generated from are not finite")
 
 
@@ -220,10 +220,6 @@ class TrainingCall:
         self._heals_exceptions: bool = instrument.heals_exceptions
         self._calls = 0
         self._original: Callable[..., Any] | None = None
-        self._compiled = bool(getattr(self._trainer.args, "torch_compile", False)) or any(
-            type(each).__name__ == "OptimizedModule" or getattr(each, "_compiled_call_impl", None) is not None
-            for each in self._trainer.model.modules()
-        )
         self.running = False
         # Those that it is computed in, where one over the rows does not fit.
         self.passes: Any = None
@@ -249,8 +245,8 @@ class TrainingCall:
             else:
                 items = args[0] if args else kwargs.get("num_items_in_batch")
                 loss = passes.run(lambda: original(model, copy.copy(inputs), *args, **kwargs), model, items)
-            # A CUDA graph (torch.compile with mode="reduce-overhead") writes the next one into the same memory.
-            return loss.detach().clone() if self._compiled else loss.detach()
+            # A CUDA graph writes the next one into the same memory.
+            return loss.detach().clone()
         except BaseException as error:
             self.doubt(_doubt_about(original))
             nonfinite = isinstance(error, Exception) and is_nonfinite_exception(error)

@@ -401,7 +401,7 @@ class Replay:
     def _apply_all(self) -> list[float]:
         steps, losses = StepReplayer(self.window), list[float]()
         try:
-            with self.window.experiment():
+            with self.window.engine.retry.experiment():
                 for recording in self.recordings:
                     signals = steps.replay(recording)
                     losses.append(signals.loss)

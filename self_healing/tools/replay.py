@@ -345,7 +345,7 @@ def _look_into(window: Window, report: ReplayReport, sources: Mapping[int, Seque
     """Looks for the first number of a step that is not finite, in which module and for which rows."""
     # Prepared micro-batches are noted when a step is computed again.
     window.reexecute()
-    with window.experiment():
+    with window.engine.retry.experiment():
         experiments = _Origins(window)
         report.finite_in_full_precision = experiments.finite_in_full_precision()
         report.origin = experiments.origin()

@@ -147,7 +147,7 @@ def test_the_postmortem_is_strict_json_though_the_values_were_not_finite(tmp_pat
 @pytest.mark.parametrize(
     ("broken", "wrapped"),
     [
-        ("self_healing.healers.numerics.detectors.spikes.NonFiniteDetector.judge", False),
+        ("self_healing.healers.numerics.detectors.panel.DetectorPanel.observe", False),
         ("self_healing.hf.reentry.Reentry.events_begin", True),
         ("self_healing.journal.journal.Journal.metrics", True),
     ],

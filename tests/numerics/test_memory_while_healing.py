@@ -32,8 +32,8 @@ from self_healing import (
 )
 from self_healing.healers.numerics.judge import StepJudge
 from self_healing.healers.numerics.nonfinite import NonfiniteHealer
-from self_healing.hf import step as step_record
 from self_healing.hf import view
+from self_healing.hf.step import Window
 from self_healing.rollback.ring import SnapshotRing, StepReplayer
 
 
@@ -141,7 +141,7 @@ class Place:
 
 
 PLACES = {
-    "computing again: the numbers that judge it": Place(transient, step_record, "as_tensor", "stopped"),
+    "computing again: the numbers that judge it": Place(transient, Window, "_loss_and_norm", "stopped"),
     "poison rows: the search for NaN": Place(poisoned, view, "nonfinite_tensors", "stopped"),
     "NaN weights: putting a state back": Place(nan_weights, SnapshotRing, "restore", "stopped", repairs=True),
     "NaN weights: applying steps again": Place(nan_weights, StepReplayer, "_loss", "ended"),

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from conftest import OutputFault, sft_trainer
 from rich.console import Console
-from test_reading import MadeUpDirectory, row, verdict_of
+from test_reading import MadeUpDirectory, row
 
 from self_healing import HealingConfig, SelfHealingCallback
 from self_healing.report.healing_report import HealingReport
 from self_healing.report.output import briefing_of, show
 from self_healing.report.page.rendering import page_of
 from self_healing.report.reading import read_run
-from self_healing.report.verdict import movement_of
+from self_healing.report.verdict import Verdict, movement_of
 from self_healing.run.status import RunState
 
 
@@ -42,6 +42,12 @@ def reported(made_up: MadeUpDirectory, failure: str, symptom: str = "rule:kl_hig
         "diagnosed", 40, incident="run-001", failure=failure, cause=symptom.removeprefix("rule:").replace("_", " ")
     )
     made_up.event("outcome", 40, incident="run-001", outcome="reported", steps_lost=0, seconds_lost=0.0)
+
+
+def verdict_of(made_up: MadeUpDirectory) -> Verdict:
+    verdict = read_run(made_up.path).verdict
+    assert verdict is not None
+    return verdict
 
 
 def in_text(made_up: MadeUpDirectory) -> str:

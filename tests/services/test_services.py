@@ -275,25 +275,6 @@ def test_a_type_error_in_a_reward_surfaces_at_once(tmp_path: Path, tokenizer: An
     assert waits == []
 
 
-def test_a_reward_that_changes_its_arguments_is_given_them_as_they_were_at_its_second_attempt(
-    tmp_path: Path, tokenizer: Any
-) -> None:
-    given: list[list[str]] = []
-
-    def consuming(completions: list[str], **_: Any) -> list[float]:
-        given.append(list(completions))
-        scores = score(completions)
-        completions.clear()
-        if len(given) == 1:
-            raise ConnectionError("reset")
-        return scores
-
-    trainer = grpo_trainer(tmp_path, tokenizer, reward_funcs=consuming, max_steps=1)
-    trained(trainer)
-    assert given[0]
-    assert given[1] == given[0]
-
-
 def test_a_reward_that_never_works_again_ends_the_run_with_its_own_error(
     tmp_path: Path, tokenizer: Any, serve: Any
 ) -> None:

@@ -74,7 +74,7 @@ def _look_at_rows(window: Window, healthy_inputs: Any, device: torch.device) -> 
         return _numerical("the rows of this batch cannot be told apart")
     sizes = [layout.rows for layout in layouts if layout is not None]
     try:
-        with window.experiment():
+        with window.engine.retry.experiment():
             return _poison_rows(StepExperiments(window), healthy_inputs, device, sizes)
     except TrainingFault as fault:
         # A batch of a shape the user never trains on: what it raises is our doing.
@@ -123,7 +123,7 @@ def diagnose_start(window: Window, why: str) -> Diagnosis:
     """
     failure, experiments = FailureType.NONFINITE_FROM_THE_START, StepExperiments(window)
     try:
-        with window.experiment():
+        with window.engine.retry.experiment():
             in_full_precision = experiments.finite_in_full_precision()
             origin = experiments.origin()
     except TrainingFault as fault:
@@ -249,7 +249,7 @@ def _as_experiment(window: Window, rollback: Rollback, experiment: Callable[[], 
     if window.objective.online or not rollback.states.set_aside(window.step):
         return _UNEXPLAINED
     try:
-        with window.experiment():
+        with window.engine.retry.experiment():
             diagnosis = experiment()
     except TrainingFault as fault:
         logger.info("The step could not be computed with trusted weights.", exc_info=fault.error)

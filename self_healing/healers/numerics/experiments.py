@@ -159,7 +159,7 @@ class StepExperiments:
         """Computes it in any case; whether that succeeded at the first attempt."""
         window = self.window
         try:
-            with window.experiment():
+            with window.engine.retry.experiment():
                 self._compute_once_more()
         except TrainingFault as fault:
             logger.info("Step %d: computed once more to compare, it failed.", window.step, exc_info=fault.error)

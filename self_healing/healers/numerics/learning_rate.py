@@ -195,7 +195,7 @@ class RateTrial:
 
     def _loss_after(self, scale: float) -> float:
         losses = []
-        with self.window.experiment():
+        with self.window.engine.retry.experiment():
             self.rollback.try_snapshot(self.start)
             for control in self.steps:
                 loss = StepReplayer(self.window).train_on(control, scale)
