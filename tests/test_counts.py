@@ -12,9 +12,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 counts = importlib.import_module("counts")
 
-# By accumulation; of synchronisations at most, which are fewer than the plain trainer's. Where rows are generated, the
-# weights and the logits are looked at before and after, once each.
+# By accumulation: of a step that generates no rows, and of GRPO, where weights and logits are looked at in each cycle,
+# which takes tens of thousands of calls itself.
 CALLS, KERNELS, SYNCHRONISATIONS = {1: 130, 8: 245}, 8, {1: -1, 8: -15}
+GENERATING = {"calls": 1_900, "kernels": 50, "synchronisations": 2}
 QUICK = {("sft", "fp32", 1), ("sft", "fp32", 8), ("grpo", "fp32", 1)}
 
 
@@ -24,6 +25,7 @@ QUICK = {("sft", "fp32", 1), ("sft", "fp32", 8), ("grpo", "fp32", 1)}
 )
 def test_a_healthy_step_costs_no_more_than_it_did(kind: str, precision: str, accumulation: int) -> None:
     added = counts.added(kind, precision, accumulation)
-    assert added["synchronisations"] <= SYNCHRONISATIONS[accumulation] + 2 * (kind == "grpo")
-    assert added["kernels"] <= KERNELS
-    assert added["calls"] <= CALLS[accumulation]
+    more = GENERATING if kind == "grpo" else dict.fromkeys(GENERATING, 0)
+    assert added["synchronisations"] <= SYNCHRONISATIONS[accumulation] + more["synchronisations"]
+    assert added["kernels"] <= KERNELS + more["kernels"]
+    assert added["calls"] <= CALLS[accumulation] + more["calls"]
