@@ -21,12 +21,7 @@ import typer
 from .. import __version__
 
 
-app = typer.Typer(
-    name="self-healing",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,
-)
+app = typer.Typer(name="self-healing", no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 
 
 def _show_version(asked: bool) -> None:
@@ -57,7 +52,7 @@ class Preset(StrEnum):
     CONSERVATIVE = "conservative"
 
 
-_RunDir = Annotated[Path, typer.Argument(help="The output_dir (or healing_dir) of a run.", show_default=False)]
+_RunDir = Annotated[Path, typer.Argument(help="The output_dir (or healing_dir) of a run.")]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 # Of `report`, by the state of the run; 2 is a directory without a journal.
 _EXIT_CODES = {"stopped": 1, "left": 1, "died": 1, "running": 3, "unknown": 4}
@@ -66,8 +61,7 @@ _EXIT_CODES = {"stopped": 1, "left": 1, "died": 1, "running": 3, "unknown": 4}
 @app.command()
 def demo(
     healing: Annotated[
-        bool,
-        typer.Option("--healing/--no-healing", help="Heal the faults as well, or show the plain trainer alone."),
+        bool, typer.Option("--healing/--no-healing", help="Heal the faults as well, or show the plain trainer alone.")
     ] = True,
     chaos: Annotated[
         bool,
@@ -76,8 +70,7 @@ def demo(
         ),
     ] = True,
     output_dir: Annotated[
-        Path | None,
-        typer.Option(help="Where all of it goes. Left out, a fresh directory below outputs/.", show_default=False),
+        Path | None, typer.Option(help="Where all of it goes. Left out, a fresh directory below outputs/.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the data.", min=0)] = 0,
 ) -> None:
@@ -96,7 +89,7 @@ def demo(
     if directory.is_dir() and any(directory.iterdir()):
         raise _failed(
             f"There is something in {directory} already, and the demo begins in a directory of its own. "
-            "Please name another one with --output-dir, or leave it out.",
+            "Please name another one with --output-dir, or leave it out."
         )
     problems = run_demo(directory, healing=healing, seed=seed).problems
     if healing and chaos:
@@ -115,8 +108,7 @@ def report(
         bool, typer.Option("--agent", help="Print at most 60 lines of Markdown for whoever decides what to do next.")
     ] = False,
     html: Annotated[
-        Path | None,
-        typer.Option(help="Write it to this file, as one self-contained page with charts.", show_default=False),
+        Path | None, typer.Option(help="Write it to this file, as one self-contained page with charts.")
     ] = None,
     run: Annotated[
         str | None,
@@ -176,9 +168,7 @@ def report(
 
 
 @app.command()
-def check(
-    run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run, or one checkpoint.", show_default=False)],
-) -> None:
+def check(run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run, or one checkpoint.")]) -> None:
     """Look at every checkpoint of a run: which of them can be resumed from, and why the others cannot."""
     if not run_dir.is_dir():
         raise _failed(f"There is no directory {run_dir}. Please name the output_dir of a run, or a checkpoint.")
@@ -225,9 +215,7 @@ def check(
 
 
 @app.command()
-def clean(
-    run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run that has ended.", show_default=False)],
-) -> None:
+def clean(run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run that has ended.")]) -> None:
     """Free the shared memory (/dev/shm) that killed runs have left on this machine; nothing on disk is touched."""
     from ..rollback.shared_memory import directory_of, processes_using, remove_states
 
@@ -251,20 +239,15 @@ def clean(
 def replay(
     run_dir: _RunDir,
     incident: Annotated[
-        str | None,
-        typer.Argument(help="Its id or its step. Left out, the newest whose batch was kept.", show_default=False),
+        str | None, typer.Argument(help="Its id or its step. Left out, the newest whose batch was kept.")
     ] = None,
     checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            help="Whose weights to use, in place of those kept or of the newest checkpoint.", show_default=False
-        ),
+        Path | None, typer.Option(help="Whose weights to use, in place of those kept or of the newest checkpoint.")
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="Where the model comes from: a directory, a name on the Hub, or MODULE:FUNCTION that builds it.",
-            show_default=False,
+            help="Where the model comes from: a directory, a name on the Hub, or MODULE:FUNCTION that builds it."
         ),
     ] = None,
     show: Annotated[bool, typer.Option("--list", help="List the incidents whose batch was kept.")] = False,
@@ -328,7 +311,7 @@ def doctor(
     if not os.path.exists(directory) and not os.path.exists(directory.parent):
         raise _failed(
             f"{directory} does not exist, and neither does {directory.parent}. Please check the path, or "
-            "make the directory first if a run is to write there.",
+            "make the directory first if a run is to write there."
         )
 
     job = None
@@ -355,20 +338,16 @@ def doctor(
 
 @app.command()
 def chaos(
-    script: Annotated[Path, typer.Argument(help="The training script; it is not changed.", show_default=False)],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="Its arguments, after a `--`.", show_default=False)
-    ] = None,
+    script: Annotated[Path, typer.Argument(help="The training script; it is not changed.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments, after a `--`.")] = None,
     faults: Annotated[
-        str,
-        typer.Option(help="What to inject: KIND[*TIMES][@STEP][:NAME=VALUE], separated by commas; or all."),
+        str, typer.Option(help="What to inject: KIND[*TIMES][@STEP][:NAME=VALUE], separated by commas; or all.")
     ] = "all",
     seed: Annotated[int, typer.Option(help="Of the steps and the order of faults at random.", min=0)] = 0,
     restarts: Annotated[int, typer.Option(help="How often torchrun starts the script again.", min=0)] = 0,
     nproc_per_node: Annotated[int, typer.Option(help="Processes that train together, under torchrun.", min=1)] = 1,
     ledger: Annotated[
-        Path | None,
-        typer.Option(help="Where to write what has struck. Left out, a new chaos-....jsonl here.", show_default=False),
+        Path | None, typer.Option(help="Where to write what has struck. Left out, a new chaos-....jsonl here.")
     ] = None,
 ) -> None:
     """Run a training script while faults strike, and show what it survived."""
@@ -386,7 +365,7 @@ def chaos(
     if book.exists() and book.stat().st_size > 0:
         raise _failed(
             f"{book} holds an earlier rehearsal, and what has struck there would not strike again. "
-            "Please name another file with --ledger, or remove it.",
+            "Please name another file with --ledger, or remove it."
         )
     try:
         code, rows = rehearse(script, faults, arguments or (), seed, restarts, book, nproc_per_node)
@@ -412,19 +391,14 @@ def chaos(
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     command: Annotated[
-        list[str],
-        typer.Argument(help="The program and its arguments: trl sft ..., python train.py ...", show_default=False),
+        list[str], typer.Argument(help="The program and its arguments: trl sft ..., python train.py ...")
     ],
     preset: Annotated[
         Preset | None,
-        typer.Option(
-            help="Which settings to use. Left out, those that SELF_HEALING_PRESET names in the environment.",
-            show_default=False,
-        ),
+        typer.Option(help="Which settings to use. Left out, those that SELF_HEALING_PRESET names in the environment."),
     ] = None,
     settings: Annotated[
-        Path | None,
-        typer.Option("--config", help="A TOML file of settings (self-healing config writes one).", show_default=False),
+        Path | None, typer.Option("--config", help="A TOML file of settings (self-healing config writes one).")
     ] = None,
 ) -> None:
     """
@@ -444,7 +418,7 @@ def run(
     if preset is not None and settings is not None:
         raise _failed(
             f"[self_healing] --preset {preset} and --config {settings} both give all settings. Please choose one of "
-            "them: in a file, `healing_preset` under [preset] gives those that are left out.",
+            "them: in a file, `healing_preset` under [preset] gives those that are left out."
         )
     try:
         chosen: HealingConfig | None = None
@@ -478,9 +452,7 @@ def run(
 
 
 @app.command()
-def config(
-    preset: Annotated[Preset, typer.Option(help="Which settings to start from.")] = Preset.DEFAULT,
-) -> None:
+def config(preset: Annotated[Preset, typer.Option(help="Which settings to start from.")] = Preset.DEFAULT) -> None:
     """Print a configuration as TOML, to be edited and read with HealingConfig.from_toml."""
     from ..config.healing_config import HealingConfig
 
@@ -490,12 +462,10 @@ def config(
 @app.command("rules")
 def show_rules(
     objective: Annotated[
-        str | None,
-        typer.Option(help="Only the rules for this kind of training, such as grpo.", show_default=False),
+        str | None, typer.Option(help="Only the rules for this kind of training, such as grpo.")
     ] = None,
     own: Annotated[
-        Path | None,
-        typer.Option("--rules", help="A TOML file of your own, merged over the table.", show_default=False),
+        Path | None, typer.Option("--rules", help="A TOML file of your own, merged over the table.")
     ] = None,
     toml: Annotated[bool, typer.Option("--toml", help="Print TOML, to be edited and given to --rules.")] = False,
 ) -> None:
