@@ -17,7 +17,7 @@ wrapper of the other examples does.
 """
 
 from datasets import Dataset, load_dataset
-from offline import parse, text_of
+from offline import parse, text_of, unigram_loss
 from rich.console import Console
 from transformers import (
     AutoModelForCausalLM,
@@ -64,7 +64,7 @@ def main() -> None:
     report = HealingReport.from_run_dir(healing.healing_dir or training_args.output_dir)
     Console().print(report.table() if report.incidents else f"Nothing had to be healed. Journal: {report.journal}")
     if offline.offline_tiny:
-        loss, alone = trainer.evaluate()["eval_loss"], material.unigram_loss
+        loss, alone = trainer.evaluate()["eval_loss"], unigram_loss(material)
         print(f"Held-out loss: {loss:.3f}; the frequencies of tokens alone would give {alone:.3f}.")
 
 

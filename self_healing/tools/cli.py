@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import sys
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -83,9 +84,10 @@ def demo(
             1,
         )
 
-    from .demo.show import fresh_run_dir, run_demo, run_rehearsal
+    from .demo.show import run_demo, run_rehearsal
 
-    directory = fresh_run_dir() if output_dir is None else output_dir
+    # Named by the time, so that the journals of two demos do not run into one.
+    directory = Path(time.strftime("outputs/demo-%Y%m%d-%H%M%S")) if output_dir is None else output_dir
     if directory.is_dir() and any(directory.iterdir()):
         raise _failed(
             f"There is something in {directory} already, and the demo begins in a directory of its own. "
@@ -174,7 +176,7 @@ def check(run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run,
         raise _failed(f"There is no directory {run_dir}. Please name the output_dir of a run, or a checkpoint.")
 
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     from ..checkpoints.choice import vet_all
@@ -186,22 +188,17 @@ def check(run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run,
     # `trainer.save_state()` leaves one in the output_dir, too.
     single = named or (not checkpoints_in(run_dir) and (run_dir / STATE_FILE).is_file())
     verdicts = [vet(run_dir)] if single else vet_all(run_dir)
-    console = Console(highlight=False)
-    picture = Table()
-    picture.add_column("checkpoint", overflow="fold")
-    picture.add_column("step", justify="right")
-    picture.add_column("verdict")
-    picture.add_column("standing")
-    picture.add_column("reason", overflow="fold")
+    # In a file, a line that is searched for is in one piece.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
+    picture = Table(
+        "checkpoint", Column("step", justify="right"), "verdict", "standing", "reason", box=None, pad_edge=False
+    )
     for verdict in verdicts:
         name = str(run_dir) if single else str(Path(verdict.path).relative_to(run_dir))
         told = Text("can be resumed from", "green") if verdict.usable else Text("no", "bold red")
         step = "" if verdict.step is None else str(verdict.step)
         picture.add_row(Text(name), step, told, verdict.standing, Text(verdict.reason))
-        if not console.is_terminal:
-            # To be searched and cut: a line each, and nothing wrapped.
-            print(name, step, told.plain, verdict.standing, verdict.reason, sep="\t")
-    if verdicts and console.is_terminal:
+    if verdicts:
         console.print(picture)
     # As a resume chooses: one that lacks the part of a process only if there is no other.
     usable = [verdict for verdict in verdicts if verdict.usable]
@@ -351,8 +348,6 @@ def chaos(
     ] = None,
 ) -> None:
     """Run a training script while faults strike, and show what it survived."""
-    import time
-
     from rich.console import Console
 
     from ..system.processes import EXIT_FOR_RESTART
@@ -492,9 +487,7 @@ def show_rules(
 
     console = Console(highlight=False)
     picture = Table(show_lines=True, expand=True)
-    # In a narrow terminal the remedies would break the names of the rules.
-    shown = (("rule, metric", 5), ("healthy", 3), ("red flag", 4), ("remedy", 7))[: 4 if console.width >= 120 else 3]
-    for title, share in shown:
+    for title, share in (("rule, metric", 5), ("healthy", 2), ("red flag, remedy", 5)):
         picture.add_column(title, ratio=share, overflow="fold")
     picture.add_column("then", width=8)
     for rule in rules_for(table, objective) if objective is not None else [rule for rule in table if rule.enabled]:
@@ -502,9 +495,8 @@ def show_rules(
         if objective is None:
             name.append(f"\n{', '.join(rule.objectives)}", "dim")
         lasting = f"{rule.steps} steps, {rule.observations} logs" if rule.steps > 1 else f"{rule.observations} logs"
-        red_flag = Text(f"{rule.describe()}; for {lasting}")
-        cells = (name, Text(rule.healthy), red_flag, Text(rule.remedy))[: len(shown)]
-        picture.add_row(*cells, Text(f"{rule.severity}\n{rule.action}"))
+        red_flag = Text.assemble(f"{rule.describe()}; for {lasting}\n", (rule.remedy, "dim"))
+        picture.add_row(name, Text(rule.healthy), red_flag, Text(f"{rule.severity}\n{rule.action}"))
     console.print(picture)
 
 

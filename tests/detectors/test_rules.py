@@ -491,7 +491,7 @@ def test_the_table_in_force_is_printed(columns: int) -> None:
         assert (rule.name in result.stdout) == ("dpo" in rule.objectives)
     assert "0.693147" in result.stdout
     assert "stop" in result.stdout
-    assert ("requires_grad" in result.stdout) == (columns == 120)
+    assert "requires_grad" in result.stdout
 
 
 def test_the_toml_it_prints_is_read_back(tmp_path: Path) -> None:

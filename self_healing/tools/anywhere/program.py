@@ -10,13 +10,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
 
 NOT_FOUND, NOT_EXECUTABLE, REFUSED = 127, 126, 2
-# Options of Python that are followed by a value; `-c` and `-m` end the options.
-_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
 # Asked of the Python that will run the program: whether it reads PYTHONPATH and `sitecustomize`, and has this package.
 # Its working directory does not count, which a script's `sys.path` does not begin with.
 _QUESTION = """
@@ -59,9 +58,9 @@ def find_program(command: Sequence[str]) -> str:
 
 
 def python_of(program: str, arguments: Sequence[str]) -> list[str] | None:
-    """Finds the Python that runs a program, with the options it is given; `None` for what is not Python."""
+    """Finds the Python that runs a program, with the switches it is given; `None` for what is not Python."""
     if _is_python(program):
-        return [program, *_options_in(arguments)]
+        return [program, *_switches_in(arguments)]
     try:
         with open(program, "rb") as file:
             begins = file.read(4096).decode("utf-8", "replace")
@@ -73,28 +72,18 @@ def python_of(program: str, arguments: Sequence[str]) -> list[str] | None:
     if words and Path(words[0]).name == "env":
         words = [word for word in words[1:] if word != "-S" and "=" not in word]
         words[:1] = [shutil.which(word) or word for word in words[:1]]
-    return [words[0], *_options_in(words[1:])] if words and _is_python(words[0]) else None
+    return [words[0], *_switches_in(words[1:])] if words and _is_python(words[0]) else None
 
 
 def _is_python(program: str) -> bool:
     return re.fullmatch(r"(python|pypy)[\d.]*(\.exe)?", Path(program).name) is not None
 
 
-def _options_in(arguments: Sequence[str]) -> list[str]:
-    """The options in front of what Python runs."""
-    options: list[str] = []
-    left = list(arguments)
-    while left and left[0].startswith("-") and left[0] != "-":
-        option = left.pop(0)
-        if option in _WITH_VALUE:
-            options += [option, *left[:1]]
-            left = left[1:]
-            continue
-        what_runs = re.match(r"-([A-Za-z]*?)[cm]", option) if not option.startswith(("--", "-X", "-W")) else None
-        if what_runs is not None:
-            return options + ([f"-{what_runs[1]}"] if what_runs[1] else [])
-        options.append(option)
-    return options
+def _switches_in(arguments: Sequence[str]) -> list[str]:
+    """The options of one letter in front of what Python runs, without those that name it or take a value."""
+    options = takewhile(lambda each: re.match("-[A-Za-z]", each), arguments)
+    letters = [re.split("[cmWX]", each[1:])[0] for each in options]
+    return [f"-{each}" for each in letters if each]
 
 
 def refuse_what_would_not_be_healed(python: Sequence[str], given: Mapping[str, str]) -> None:

@@ -7,7 +7,6 @@ Imports are absolute, because torchrun runs this file as a script: [`train_under
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import math
 import random
@@ -15,7 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from self_healing.journal.incident import Incident, headline
 from self_healing.report.healing_report import HealingReport
 from self_healing.tools.chaos.callback import Chaos
 from self_healing.tools.chaos.faults import Fault, Ledger
-from self_healing.tools.chaos.rehearsal import Survival, survived
 from self_healing.tools.demo.model import (
     BROKEN_CHARACTER,
     TINY,
@@ -67,8 +65,6 @@ class Task:
     held_out: list[str]
     faults: tuple[Fault, ...]
     poison_row: int
-    # The last one before the poison row, which the twin learns from and the healed run does not.
-    poison_step: int
 
 
 def make_task(size: DemoSize, seed: int) -> Task:
@@ -84,7 +80,7 @@ def make_task(size: DemoSize, seed: int) -> Task:
     # Only the row that holds this token is poison.
     tokens = (None, tokenizer.vocab[BROKEN_CHARACTER], None)
     faults = tuple(Fault(kind, at=step, token=token) for kind, step, token in zip(FAULTS, steps, tokens, strict=True))
-    return Task(size, seed, tokenizer, training, held_out, faults, poison_row, steps[1])
+    return Task(size, seed, tokenizer, training, held_out, faults, poison_row)
 
 
 def sft_trainer(
@@ -144,13 +140,10 @@ class Episode(Progress):
         super().__init__(console)
         self.task = task
         self.step = 0
-        # A digest of all weights after each step.
-        self.weights: dict[int, str] = {}
         self.ruined: str | None = None
         self.killed_by: Exception | None = None
         self.held_out_loss = math.nan
         self.report = HealingReport()
-        self.rows: list[Survival] = []
 
     def run(self, output_dir: str, config: HealingConfig | None = None, faults: bool = True) -> None:
         """Trains to the end, or to the exception that ends the run; healed where there are settings for it."""
@@ -169,9 +162,8 @@ class Episode(Progress):
                 save_strategy="no",
             )
             trainer.add_callback(self)
-            ledger = _ToldLedger(Path(scratch) / "chaos.jsonl", self)
             if faults:
-                Chaos(list(task.faults), ledger=ledger).attach(trainer)
+                Chaos(list(task.faults), ledger=_ToldLedger(Path(scratch) / "chaos.jsonl", self)).attach(trainer)
             healer = SelfHealingTrainer(trainer, config) if config is not None else None
             try:
                 (healer or trainer).train()
@@ -182,14 +174,10 @@ class Episode(Progress):
             self.held_out_loss = float(trainer.evaluate()["eval_loss"])
             if healer is not None:
                 self.report = healer.get_report()
-                self.rows = survived(ledger, output_dir)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         super().on_log(args, state, control, **kwargs)
-        if "loss" not in kwargs["logs"]:
-            return
         tensors = list(kwargs["model"].parameters())
-        self.weights[state.global_step] = _digest(tensors)
         bad = sum(not bool(torch.isfinite(tensor).all()) for tensor in tensors)
         if bad and self.ruined is None:
             self.ruined = f"NaN in {bad} of {len(tensors)}\nsince step {state.global_step}"
@@ -199,11 +187,6 @@ class Episode(Progress):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, incident: Incident, **kwargs: Any
     ) -> None:
         self.say("bold green", headline(incident, 98))
-
-    def first_difference(self, other: Episode) -> int | None:
-        """The first step after which weights are not bitwise those of another run; `None` if there is none."""
-        steps = sorted(self.weights.keys() | other.weights.keys())
-        return next((step for step in steps if self.weights.get(step) != other.weights.get(step)), None)
 
 
 class _ToldLedger(Ledger):
@@ -217,13 +200,6 @@ class _ToldLedger(Ledger):
         if event == "strike":
             self._episode.say("bold yellow", f"after step {fields['step']}: {FAULTS[fields['kind']]}")
         super().write(event, **fields)
-
-
-def _digest(tensors: Sequence[torch.Tensor]) -> str:
-    content = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        content.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return content.hexdigest()
 
 
 @contextlib.contextmanager
@@ -240,7 +216,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def train_under_chaos(output_dir: str, steps: int, seed: int) -> None:
+def train_under_chaos(output_dir: str, seed: int) -> None:
     """The job of the rehearsal: started again, it goes on from its newest checkpoint."""
     torch.set_num_threads(1)
     # What is said of faults and healing belongs to the show; what torchrun says goes to the log.
@@ -251,20 +227,17 @@ def train_under_chaos(output_dir: str, steps: int, seed: int) -> None:
     datasets.disable_progress_bars()
     material = tiny(seed)
     trainer = sft_trainer(
-        *(material.model, material.tokenizer, material.training, material.held_out, replace(TINY, steps=steps)),
+        *(material.model, material.tokenizer, material.training, material.held_out, TINY),
         output_dir=output_dir,
         seed=seed,
-        save_steps=max(steps // 8, 1),
+        save_steps=TINY.steps // 8,
         save_total_limit=2,
     )
     trainer.add_callback(Progress(Console(highlight=False, width=200)))
     # A step takes milliseconds here: one that takes seconds hangs, where a minute would be the default.
     SelfHealingTrainer(trainer, HealingConfig(hang_floor_seconds=4.0)).train()
-    loss, least = float(trainer.evaluate()["eval_loss"]), material.unigram_loss
-    print(f"Held-out loss: {loss:.3f}; the frequencies of tokens alone would give {least:.3f}.")
-    if not loss < least:
-        raise SystemExit("The model has learned nothing.")
+    print(f"Held-out loss: {trainer.evaluate()['eval_loss']:.3f}.")
 
 
 if __name__ == "__main__":
-    train_under_chaos(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    train_under_chaos(sys.argv[1], int(sys.argv[2]))

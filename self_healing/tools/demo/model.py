@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
-import math
 import sysconfig
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,29 +111,12 @@ class Tiny:
     training: list[str]
     held_out: list[str]
 
-    @property
-    def unigram_loss(self) -> float:
-        """Loss on the held-out rows of a model that knows how frequent each token is, and nothing else."""
-        return unigram_loss(self._tokens(self.training), self._tokens(self.held_out), len(self.tokenizer))
 
-    def _tokens(self, texts: Sequence[str]) -> list[int]:
-        # The first token of a row is given, never predicted.
-        cut: Any = self.tokenizer(list(texts), truncation=True, max_length=TINY.tokens)["input_ids"]
-        return [token for row in cut for token in row[1:]]
-
-
-def tiny(seed: int = 0, rows: int = 640) -> Tiny:
-    """Builds a tiny model and so many rows of text, those held out included; `seed` is that of the weights."""
-    texts = stdlib_docstrings(most=rows)
+def tiny(seed: int = 0) -> Tiny:
+    """Builds a tiny model and 640 rows of text, those held out included; `seed` is that of the weights."""
+    texts = stdlib_docstrings(most=640)
     # Neighbours are of one file: those held out are from everywhere.
     held_out = texts[:: len(texts) // TINY.held_out][: TINY.held_out]
     apart = frozenset(held_out)
     tokenizer = train_tokenizer(texts, TINY.vocabulary)
     return Tiny(small_llama(tokenizer, TINY, seed), tokenizer, [text for text in texts if text not in apart], held_out)
-
-
-def unigram_loss(training: Sequence[int], held_out: Sequence[int], vocabulary: int) -> float:
-    """Mean negative log-likelihood of tokens by their frequency elsewhere, in nats."""
-    # Each of the vocabulary is counted once more, so that none is impossible.
-    counts, total = Counter(training), len(training) + vocabulary
-    return -sum(math.log((counts[token] + 1) / total) for token in held_out) / len(held_out)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
     from .model import DemoSize
 
 
+# A quarter of the 80 steps apart; the last one after a checkpoint.
+_REHEARSED = "oom@20,hang@40:seconds=60,sigkill@62"
 PLAIN, HEALED, TWIN = "Plain trainer", "With self_healing", "Fault-free twin"
 
 
@@ -41,11 +42,6 @@ class DemoResult:
     """Outcome of the demo; `problems` are what should have been seen and was not."""
 
     problems: list[str] = field(default_factory=list)
-
-
-def fresh_run_dir(parent: str | os.PathLike[str] = "outputs") -> Path:
-    """A directory named by the time, so that the journals of two demos do not run into one."""
-    return Path(parent) / time.strftime("demo-%Y%m%d-%H%M%S")
 
 
 def run_demo(
@@ -102,17 +98,8 @@ def _contrast(runs: Mapping[str, Episode]) -> Table:
 
 def _judge(healed: Episode, twin: Episode, directory: Path, console: Console) -> DemoResult:
     """Tells what the healed run has made of its faults, and where it lies."""
-    problems, loss, twin_loss = unmet(healed, twin), healed.held_out_loss, twin.held_out_loss
+    problems = unmet(healed, twin)
     console.print(healed.report.table())
-    console.print(
-        f"Held-out loss: [bold]{loss:.4f}[/] healed, [bold]{twin_loss:.4f}[/] fault-free twin "
-        f"({100 * (loss / twin_loss - 1):+.2f} %)."
-    )
-    different = healed.first_difference(twin)
-    same = healed.step if different is None else different - 1
-    console.print(f"All weights are bitwise those of the twin after each of the first {same} steps.")
-    if different is not None and different > healed.task.poison_step:
-        console.print("From there on they differ: the twin also learned from the poison row.")
     if not problems:
         console.print("[bold green]Every fault was found and healed, and no step was lost.[/]")
     _print_problems(problems, console)
@@ -129,32 +116,17 @@ def _print_problems(problems: Sequence[str], console: Console) -> None:
 
 def unmet(healed: Episode, twin: Episode) -> list[str]:
     """What a run that healed everything would show, and this one did not."""
-    task, report, problems = healed.task, healed.report, not_survived(healed.rows)
-    if healed.killed_by is not None:
-        problems.append(f"the run ended with {type(healed.killed_by).__name__} at step {healed.step}")
+    task, report, problems = healed.task, healed.report, []
     outcomes = [incident["outcome"] for incident in report.incidents]
     if outcomes != ["resolved"] * len(task.faults) or report.steps_lost:
         problems.append(f"{len(task.faults)} faults led to {len(outcomes)} incidents ({outcomes}); {report.lost}")
     blamed = [row["dataset_index"] for incident in report.incidents for row in incident["evidence"].get("rows", ())]
     if blamed != [task.poison_row]:
         problems.append(f"rows {blamed} were blamed, row {task.poison_row} is the poison sample")
-    different, poisoned = healed.first_difference(twin), task.poison_step
-    if different is not None and different <= poisoned:
-        problems.append(
-            f"the weights differ from the fault-free twin's from step {different} on, and should be bitwise equal "
-            f"through step {poisoned}"
-        )
     loss, twin_loss = healed.held_out_loss, twin.held_out_loss
     if not abs(loss - twin_loss) <= 0.02 * twin_loss:
         problems.append(f"the held-out loss, {loss:.4f}, is more than 2 % off the twin's, {twin_loss:.4f}")
     return problems
-
-
-def not_survived(rows: Sequence[Survival]) -> list[str]:
-    """Faults that never struck, and those that the run did not outlive."""
-    return [f"{row.fault} was not survived: {row.outcome}" for row in rows if not row.survived] + [
-        f"{row.fault} never struck" for row in rows if not row.effect
-    ]
 
 
 # ---- chaos ----
@@ -171,11 +143,13 @@ class RehearsalResult:
     def problems(self) -> list[str]:
         """What should have been seen and was not; empty if all is well."""
         problems = [] if self.exit_code == 0 else [f"the job came out with exit code {self.exit_code}"]
-        return problems + not_survived(self.rows) + ([] if self.rows else ["no fault struck"])
+        problems += [f"{row.fault} was not survived: {row.outcome}" for row in self.rows if not row.survived]
+        problems += [f"{row.fault} never struck" for row in self.rows if not row.effect]
+        return problems if self.rows else [*problems, "no fault struck"]
 
 
 def run_rehearsal(
-    output_dir: str | os.PathLike[str], *, steps: int = 80, seed: int = 0, console: Console | None = None
+    output_dir: str | os.PathLike[str], *, seed: int = 0, console: Console | None = None
 ) -> RehearsalResult:
     """Trains a tiny model under torchrun while it runs out of memory, hangs and is killed, and shows it."""
     console = console or Console(highlight=False)
@@ -186,11 +160,8 @@ def run_rehearsal(
         "\n[bold]Chaos: a job that learns runs out of memory, hangs, and is killed.[/]\n"
         "It is started by torchrun, which starts it again when its process is gone."
     )
-    # A quarter of the run apart; the last one after a checkpoint.
-    faults = f"oom@{steps // 4},hang@{steps // 2}:seconds=60,sigkill@{3 * steps // 4 + 2}"
-    script = Path(__file__).with_name("episode.py")
-    command = command_line(script, [str(directory), str(steps), str(seed)], restarts=1)
-    told = environment(faults, seed, ledger.path) | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = command_line(Path(__file__).with_name("episode.py"), [str(directory), str(seed)], restarts=1)
+    told = environment(_REHEARSED, seed, ledger.path) | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     with (
         log.open("w") as errors,
         subprocess.Popen(command, env=told, stdout=subprocess.PIPE, stderr=errors, text=True) as job,
