@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,6 @@ class ReplayReport:
             The rows of the step, how many of them are not finite by themselves, and the first of those.
         origin (`Origin`, *optional*):
             Where the step as a whole is first not finite.
-        finite_in_full_precision (`bool`, *optional*):
-            Whether it is finite without mixed precision.
     """
 
     incident: str
@@ -102,7 +100,6 @@ class ReplayReport:
     poison_rows: int = 0
     rows: list[RowFound] = field(default_factory=list)
     origin: Origin | None = None
-    finite_in_full_precision: bool | None = None
 
     @property
     def verdict(self) -> str:
@@ -142,8 +139,6 @@ class ReplayReport:
             lines.append(f"  and {self.poison_rows - len(self.rows)} more rows")
         if not self.rows and self.origin is not None:
             lines.append(f"  the step as a whole: {self.origin}")
-        if self.finite_in_full_precision:
-            lines.append("  Without mixed precision the same step is finite.")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -199,18 +194,13 @@ def replay(
         raise ReplayError(f"How the step was computed was not kept with incident {found.id}. {IN_PYTHON}")
     weights = choose_weights(found, kept, Path(run_dir), checkpoint)
     notes: list[str] = []
-    before = RandomState.capture()
-    try:
-        with tempfile.TemporaryDirectory() as scratch:
-            if trainer is not None:
-                network = trainer.trainer if isinstance(trainer, SelfHealingTrainer) else trainer
-                with preserved(network):
-                    return _compute(found, kept, network, weights, notes, scratch)
+    with tempfile.TemporaryDirectory() as scratch:
+        if trainer is None:
             network = build_model(blueprint, weights, model, bool(kept.get("all_weights")))
-            network = build_trainer(blueprint, network, scratch, notes)
-            return _compute(found, kept, network, weights, notes, scratch)
-    finally:
-        before.restore()
+            return _compute(found, kept, build_trainer(blueprint, network, scratch, notes), weights, notes, scratch)
+        given = trainer.trainer if isinstance(trainer, SelfHealingTrainer) else trainer
+        with preserved(given):
+            return _compute(found, kept, given, weights, notes, scratch)
 
 
 def _compute(
@@ -231,9 +221,8 @@ def _compute(
         states.devices.clear()
     indices = sorted(kept["micro_batches"])
     trainer.args.gradient_accumulation_steps = len(indices)
-    reports: list[ReplayReport] = []
 
-    def look(window: Window) -> None:
+    def look(window: Window) -> ReplayReport:
         signals = window.signals()
         spiked = found.spiked_to is not None and (signals.grad_norm or 0.0) >= 0.5 * found.spiked_to
         report = ReplayReport(
@@ -250,9 +239,9 @@ def _compute(
             notes=notes,
             spiked_to=found.spiked_to,
         )
-        reports.append(report)
         if not signals.finite:
             _look_into(window, report, kept.get("rows", {}))
+        return report
 
     batches = [kept["micro_batches"][index] for index in indices]
     give_batches(trainer, batches, kept["items"][indices[0]], weights.checkpoint)
@@ -261,18 +250,18 @@ def _compute(
     trainer.train()
     if stage.error is not None:
         raise stage.error
-    if not reports:
-        raise RuntimeError("train() ended without a step; please report this, with the versions of `doctor`")
-    return reports[0]
+    assert stage.report is not None
+    return stage.report
 
 
 class _Stage(TrainerCallback, Hooks):
     """Attaches an instrument to the call of `train()`, and has its one step judged."""
 
-    def __init__(self, trainer: Any, random_state: RandomState, judge: Callable[[Window], None]) -> None:
+    def __init__(self, trainer: Any, random_state: RandomState, look: Callable[[Window], ReplayReport]) -> None:
         self._trainer = trainer
         self._random_state = random_state
-        self._judge = judge
+        self._look = look
+        self.report: ReplayReport | None = None
         self.error: Exception | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -297,12 +286,10 @@ class _Stage(TrainerCallback, Hooks):
 
     def judge(self, window: Window) -> None:
         try:
-            self._judge(window)
-        except TrainingFault as fault:
-            self.error = fault.error
+            self.report = self._look(window)
         except Exception as error:
             # What is raised here would be taken for a failure that training has to be kept from.
-            self.error = error
+            self.error = error.error if isinstance(error, TrainingFault) else error
         finally:
             window.skip(None)
 
@@ -347,7 +334,6 @@ def _look_into(window: Window, report: ReplayReport, sources: Mapping[int, Seque
     window.reexecute()
     with window.engine.retry.experiment():
         experiments = _Origins(window)
-        report.finite_in_full_precision = experiments.finite_in_full_precision()
         report.origin = experiments.origin()
         layouts = [window.layout(index) for index in range(window.size)]
         if any(layout is None for layout in layouts):
@@ -406,16 +392,13 @@ class KeptIncident:
 
 def kept_incidents(run_dir: str | Path) -> list[KeptIncident]:
     """Lists the incidents of a run whose batch was kept, in the order in which they came."""
-    return [each for each in _incidents(run_dir) if each.path.is_file()]
-
-
-def _incidents(run_dir: str | Path) -> Iterator[KeptIncident]:
     try:
         journals = read_journals(run_dir)
     except (OSError, ValueError) as error:
         raise ReplayError(str(error)) from None
-    for name, lines in lines_of_incidents(journals.events).items():
-        yield KeptIncident(incident_of(lines), journals.path.parent / "incidents" / f"{name}.pt")
+    files = {path.stem: path for path in (journals.path.parent / "incidents").glob("*.pt")}
+    found = lines_of_incidents(journals.events).items()
+    return [KeptIncident(incident_of(lines), files[name]) for name, lines in found if name in files]
 
 
 def find_incident(run_dir: str | Path, wanted: str | int | None = None) -> KeptIncident:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import pkgutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,21 +62,16 @@ _ROWS: Mapping[str, list[dict[str, Any]]] = {
     "SFTTrainer": [{"text": "a"}],
     "DPOTrainer": [{"prompt": "a", "chosen": "b", "rejected": "c"}],
     "RewardTrainer": [{"chosen": "ab", "rejected": "ac"}],
-    "KTOTrainer": [
-        {"prompt": "a", "completion": "b", "label": True},
-        {"prompt": "a", "completion": "c", "label": False},
-    ],
+    "KTOTrainer": [{"prompt": "a", "completion": text, "label": text == "b"} for text in ("b", "c")],
     "GRPOTrainer": [{"prompt": "a"}],
     "RLOOTrainer": [{"prompt": "a"}],
 }
-_WITH_REWARDS = frozenset({"GRPOTrainer", "RLOOTrainer"})
-_WITH_REFERENCE = frozenset({"DPOTrainer", "KTOTrainer"})
 
 
 def build_model(blueprint: Mapping[str, Any], weights: WeightsChoice, model: str | None, all_weights: bool) -> Any:
     """Builds the model of a run again, with weights in it that are those chosen, or that those chosen are put over."""
     written = blueprint["model"]
-    if model is not None and _is_function(model):
+    if model is not None and ":" in model and not Path(model).exists():
         return call_function(model)
     cls = _library_class(written["class"])
     if cls is None or not hasattr(cls, "from_pretrained") or not written["config"]:
@@ -99,8 +95,7 @@ def build_model(blueprint: Mapping[str, Any], weights: WeightsChoice, model: str
 
 
 def _options(written: Mapping[str, Any]) -> dict[str, Any]:
-    options: dict[str, Any] = {"dtype": getattr(torch, written["dtype"] or "float32")}
-    return options | ({"attn_implementation": written["attention"]} if written["attention"] else {})
+    return {"dtype": getattr(torch, written["dtype"] or "float32"), "attn_implementation": written["attention"]}
 
 
 def _from_pretrained(cls: Any, source: str | None, options: Mapping[str, Any]) -> Any:
@@ -168,18 +163,14 @@ def build_trainer(blueprint: Mapping[str, Any], model: Any, scratch: str, notes:
         raise ReplayError(f"How a {known} is built again is not known. {IN_PYTHON}")
     from datasets import Dataset
 
-    given: dict[str, Any] = {
-        "args": args,
-        "train_dataset": Dataset.from_list(rows),
-        "processing_class": _tokenizer(model),
-    }
-    if known in _WITH_REWARDS:
+    given: dict[str, Any] = {"train_dataset": Dataset.from_list(rows), "processing_class": _tokenizer(model)}
+    if known in ("GRPOTrainer", "RLOOTrainer"):
         given["reward_funcs"] = _no_reward
     reference = blueprint.get("reference")
-    if known in _WITH_REFERENCE and reference is not None:
+    if known in ("DPOTrainer", "KTOTrainer") and reference is not None:
         source = _found(reference["name_or_path"], blueprint)
         given["ref_model"] = _from_pretrained(_library_class(reference["class"]), source, _options(reference))
-    trainer = cls(model=model, **given)
+    trainer = cls(model=model, args=args, **given)
     if reference is not None and trainer.ref_model is not None:
         # One that was given in train mode has dropout, and draws random numbers.
         trainer.ref_model.train(reference["training"])
@@ -245,25 +236,15 @@ def _found(name_or_path: str | None, blueprint: Mapping[str, Any]) -> str | None
     return str(then) if not Path(name_or_path).exists() and then.is_dir() else name_or_path
 
 
-def _is_function(model: str) -> bool:
-    _, colon, function = model.partition(":")
-    return bool(colon) and function.isidentifier() and not Path(model).exists()
-
-
 def call_function(name: str) -> Any:
     """Calls `module:function`, which builds a model; the module may lie in the working directory."""
-    module, _, function = name.partition(":")
     sys.path.insert(0, "")
     try:
-        build = getattr(importlib.import_module(module.removesuffix(".py")), function, None)
-    except ImportError as error:
-        raise ReplayError(
-            f"--model {name}: the module cannot be imported ({error}). Run this in its directory."
-        ) from None
+        build = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        raise ReplayError(f"--model {name}: it cannot be imported ({error}). Run this in its directory.") from None
     finally:
         sys.path.remove("")
-    if not callable(build):
-        raise ReplayError(f"--model {name}: there is no function {function} in {module}.")
     model = build()
     if not isinstance(model, torch.nn.Module):
         raise ReplayError(f"--model {name}: it returned {type(model).__name__}, and not a torch.nn.Module.")
