@@ -142,12 +142,7 @@ class ReplayReport:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        rows = [{**asdict(row), "origin": _origin_entry(row.origin)} for row in self.rows]
-        return {**asdict(self), "verdict": self.verdict, "rows": rows, "origin": _origin_entry(self.origin)}
-
-
-def _origin_entry(origin: Origin | None) -> dict[str, Any] | None:
-    return None if origin is None else {**origin.to_dict(), "told": str(origin)}
+        return {**asdict(self), "verdict": self.verdict}
 
 
 # ---- the step, computed again ----

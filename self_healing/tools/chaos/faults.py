@@ -112,23 +112,18 @@ class Fault:
                 self._check(name, value)
 
     def _check(self, name: str, value: Any) -> None:
-        known = ("at", "times", *_parameters_of(self.kind))
-        choices: tuple[str, ...] = {"at": (RANDOM,), "times": (ALWAYS,), **_CHOICES}.get(name, ())
-        if self.kind == "network_error" and name == "where":
-            choices = ("auto", "reward", "data", "forward")
-        if name not in known:
-            raise FaultError(f"{self.kind} has no parameter {name!r}; it takes {', '.join(known[2:])}.")
+        known = _parameters_of(self.kind)
+        if name not in ("at", "times", *known):
+            raise FaultError(f"{self.kind} has no parameter {name!r}; it takes {', '.join(known)}.")
         if name == "seconds":
             fits, wanted = isinstance(value, int | float) and value > 0, "a number above 0"
         elif name in _CHOICES:
+            choices = _CHOICES[name] if known[name] != "auto" else ("auto", "reward", *_CHOICES[name])
             fits, wanted = value in choices, f"one of {', '.join(choices)}"
         else:
-            least = 1 if name in ("times", "rows") else 0
-            fits, wanted = (
-                value in choices or (isinstance(value, int) and value >= least),
-                f"a whole number from {least}",
-            )
-            wanted += "".join(f", or {choice!r}" for choice in choices)
+            least, word = 1 if name in ("times", "rows") else 0, {"at": RANDOM, "times": ALWAYS}.get(name)
+            fits = (word is not None and value == word) or (isinstance(value, int) and value >= least)
+            wanted = f"a whole number from {least}" + (f", or {word!r}" if word is not None else "")
         if not fits:
             raise FaultError(f"{self.kind}: {name}={value!r} must be {wanted}.")
 

@@ -39,7 +39,6 @@ class ModelFaults:
         self._schedule = schedule
         self._trainer: Any = None
         self._inputs: dict[str, torch.Tensor] = {}
-        self._hooked: Any = None
         self._weight = ""
         self._unhook: Callable[[], None] = lambda: None
 
@@ -57,7 +56,7 @@ class ModelFaults:
             middle = weights[len(weights) // 2]
             owner, _, self._weight = next(n for n, each in model.named_parameters() if each is middle).rpartition(".")
             undo.callback(model.get_submodule(owner).register_forward_pre_hook(self._hook_gradient).remove)
-            undo.callback(self._unhook_gradient)
+            undo.callback(lambda: self._unhook())
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if not torch.is_grad_enabled() or not module.training:
@@ -113,13 +112,9 @@ class ModelFaults:
     def _hook_gradient(self, module: nn.Module, inputs: Any) -> None:
         # FSDP2 computes with a gathered weight, and only that one sees a gradient.
         weight = getattr(module, self._weight)
-        if weight is not self._hooked and weight.requires_grad:
-            self._unhook_gradient()
-            self._hooked, self._unhook = weight, weight.register_hook(self._on_gradient).remove
-
-    def _unhook_gradient(self) -> None:
-        self._unhook()
-        self._hooked, self._unhook = None, lambda: None
+        if weight.requires_grad:
+            self._unhook()
+            self._unhook = weight.register_hook(self._on_gradient).remove
 
     def _on_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
         spoiled = None

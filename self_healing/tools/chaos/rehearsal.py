@@ -15,7 +15,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +28,17 @@ from .faults import Ledger, Strike, parse_faults
 
 VARIABLE = "SELF_HEALING_CHAOS"
 
-_NONFINITE = {FailureType.NONFINITE_TRANSIENT, FailureType.NONFINITE_NUMERICAL}
-_NONFINITE |= {FailureType.NONFINITE_UNDIAGNOSED, FailureType.NONFINITE_POISON_ROWS}
-_SPIKES = {FailureType.SPIKE_TRANSIENT, FailureType.GRADIENT_SPIKE}
+_NONFINITE = {each for each in FailureType if each.startswith("nonfinite_")}
+_SPIKES = {FailureType.SPIKE_TRANSIENT, FailureType.GRADIENT_SPIKE, FailureType.LOSS_SPIKE}
 # What a fault may rightly be taken for.
 _EXPECTED: dict[str, set[FailureType]] = {
     "nan_loss": _NONFINITE,
     "nan_gradient": _NONFINITE,
     "inf_gradient": _NONFINITE | _SPIKES,
     "corrupted_weights": {FailureType.CORRUPTED_STATE},
-    "scrambled_layer": _SPIKES
-    | {FailureType.DIVERGENCE, FailureType.LOSS_SPIKE, FailureType.CORRUPTED_STATE}
-    | {FailureType.NONFINITE_NUMERICAL, FailureType.LEARNING_RATE},
+    "scrambled_layer": _NONFINITE
+    | _SPIKES
+    | {FailureType.DIVERGENCE, FailureType.CORRUPTED_STATE, FailureType.LEARNING_RATE},
     "poison_samples": _NONFINITE,
     "oom": {FailureType.OUT_OF_MEMORY},
     "network_error": {FailureType.NETWORK},
@@ -144,12 +143,7 @@ def survived(ledger: str | os.PathLike[str] | Ledger, *run_dirs: str | os.PathLi
             events += read_journals(Path(directory)).events
     incidents = _incidents(events)
     passed_over = {Path(event["path"]).absolute() for event in events if event["kind"] == "checkpoint_passed_over"}
-    found = []
-    for strike in book.strikes():
-        incident, outcome, outlived = _fate(strike, incidents, passed_over)
-        name = None if incident is None else incident["id"]
-        row = (strike.fault, strike.step, strike.effect, name, outcome, outlived, strike.detail, strike.rank)
-        found.append(Survival(*row))
+    found = [_fate(strike, incidents, passed_over) for strike in book.strikes()]
     struck = {row.fault for row in found}
     missing = [name for name in book.asked_for() if name not in struck]
     return found + [Survival(name, None, False, None, "did not strike", True) for name in missing]
@@ -164,27 +158,26 @@ def _incidents(events: Sequence[Event]) -> list[dict[str, Any]]:
         if first["rank"] > 0 and incident.outcome == "fatal" and started[-1]["time"] > lines[-1]["time"]:
             # What has ended another rank is taken up by the first one alone, as what has ended that.
             incident.outcome = "started again"
-        about = {"id": incident.id, "time": first["time"], "rank": first["rank"], "taken": False}
-        names = ("step", "symptom", "failure", "outcome", "evidence")
-        found.append(about | {name: getattr(incident, name) for name in names})
+        found.append(asdict(incident) | {"time": first["time"], "rank": first["rank"], "taken": False})
     return found
 
 
-def _fate(
-    strike: Strike, incidents: Sequence[dict[str, Any]], passed_over: set[Path]
-) -> tuple[dict[str, Any] | None, str, bool]:
+def _fate(strike: Strike, incidents: Sequence[dict[str, Any]], passed_over: set[Path]) -> Survival:
     """The incident of a strike, its outcome, and whether the run has outlived it."""
+    incident = None
     if not strike.effect:
-        return None, "had no effect", True
-    if strike.kind == "torn_checkpoint":
+        outcome, outlived = "had no effect", True
+    elif strike.kind == "torn_checkpoint":
         passed = Path(str(strike.detail.get("checkpoint"))).absolute() in passed_over
-        return None, "passed over" if passed else "was not needed", True
-    incident = _matching(strike, incidents)
-    if incident is None:
-        slow = strike.kind == "slow_step"
-        return None, "within its timeout" if slow else "no incident", slow
-    incident["taken"] = True
-    return incident, incident["outcome"], incident["outcome"] != "fatal"
+        outcome, outlived = "passed over" if passed else "was not needed", True
+    elif (incident := _matching(strike, incidents)) is not None:
+        incident["taken"] = True
+        outcome, outlived = incident["outcome"], incident["outcome"] != "fatal"
+    else:
+        outlived = strike.kind == "slow_step"
+        outcome = "within its timeout" if outlived else "no incident"
+    name = incident and incident["id"]
+    return Survival(strike.fault, strike.step, strike.effect, name, outcome, outlived, strike.detail, strike.rank)
 
 
 def _matching(strike: Strike, incidents: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
