@@ -53,7 +53,9 @@ def test_three_faults_are_healed_and_shown(show: Show, tmp_path: Path, capfd: py
     for shown in (
         "step 6: NaN/Inf in loss, poison row 25 -> quarantined, dropped; 0 steps lost",
         "step 9: ConnectionError, network -> saved, waits, then resumes",
-        "dead at step 9 of 12",
+        "dead at step 9: ConnectionError",
+        "came to step 9 of 12, held-out loss nan",
+        "came to step 12 of 12, held-out loss ",
         f"Report: {tmp_path / 'report.html'}",
         f"Journal: {tmp_path / 'healing_events.jsonl'}",
         "Every fault was found and healed, and no step was lost.",

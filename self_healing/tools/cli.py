@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
 from .. import __version__
 
@@ -153,8 +156,6 @@ def report(
 
             typer.echo(briefing_of(found), nl=False)
         elif html is None:
-            from rich.console import Console
-
             from ..report.output import show
 
             show(found, summary, Console(highlight=False))
@@ -174,10 +175,6 @@ def check(run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run,
     """Look at every checkpoint of a run: which of them can be resumed from, and why the others cannot."""
     if not run_dir.is_dir():
         raise _failed(f"There is no directory {run_dir}. Please name the output_dir of a run, or a checkpoint.")
-
-    from rich.console import Console
-    from rich.table import Column, Table
-    from rich.text import Text
 
     from ..checkpoints.choice import vet_all
     from ..checkpoints.marker import checkpoints_in, number_of
@@ -324,8 +321,6 @@ def doctor(
 
         typer.echo(json.dumps({"works": found.works, **dataclasses.asdict(found)}, indent=2))
     else:
-        from rich.console import Console
-
         print_checkup(found, Console(highlight=False))
     if job is not None:
         end_at_once(0 if found.works else 1)
@@ -348,7 +343,6 @@ def chaos(
     ] = None,
 ) -> None:
     """Run a training script while faults strike, and show what it survived."""
-    from rich.console import Console
 
     from ..system.processes import EXIT_FOR_RESTART
     from .chaos.faults import FaultError
@@ -480,10 +474,6 @@ def show_rules(
         chosen = [rule for rule in table if objective is None or objective in rule.objectives]
         typer.echo(rules_to_toml(chosen), nl=False)
         return
-
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     console = Console(highlight=False)
     picture = Table(show_lines=True, expand=True)

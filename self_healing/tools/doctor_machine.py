@@ -10,7 +10,6 @@ import re
 import shutil
 import socket
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -171,12 +170,11 @@ def look_at_job() -> Job:
 
 
 def _missing(store: Any, job: Job) -> list[int]:
-    store.set(f"self_healing/doctor/{job.rank}", b"")
-    missing, until = set(range(job.ranks)), time.monotonic() + _MEETING
-    while missing and time.monotonic() < until:
-        missing = {each for each in missing if not store.check([f"self_healing/doctor/{each}"])}
-        time.sleep(0.1 if missing else 0.0)
-    return sorted(missing)
+    keys = [f"self_healing/doctor/{rank}" for rank in range(job.ranks)]
+    store.set(keys[job.rank], b"")
+    with contextlib.suppress(dist.DistStoreError):
+        store.wait(keys, timedelta(seconds=_MEETING))
+    return [rank for rank, key in enumerate(keys) if not store.check([key])]
 
 
 def _look_together(store: Any, job: Job) -> None:

@@ -40,22 +40,15 @@ IN_PYTHON = (
 )
 # Where a class named in a file may come from.
 _LIBRARIES = ("transformers", "trl", "peft")
-# Of the arguments: what belongs to the machine, the data, the optimizer or the output, and not to loss and gradient.
-_NOT_OF_THE_LOSS = frozenset(
-    {
-        *("output_dir", "use_cpu", "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"),
-        *("ddp_backend", "ddp_find_unused_parameters", "local_rank", "debug", "hub_token", "push_to_hub_token"),
-        *("report_to", "push_to_hub", "resume_from_checkpoint", "load_best_model_at_end", "eval_strategy", "do_eval"),
-        *("save_strategy", "logging_strategy", "auto_find_batch_size", "optim", "optim_args", "optim_target_modules"),
-        *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "train_sampling_strategy"),
-        *("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config"),
-        *("model_init_kwargs", "ref_model_init_kwargs", "chat_template_path", "eos_token", "pad_token", "packing"),
-        *("eval_packing", "padding_free", "completion_only_loss", "assistant_only_loss", "dataset_kwargs"),
-        *("dataset_num_proc", "dataset_text_field", "use_vllm", "vllm_mode", "use_transformers_paged", "cast_lm_head"),
-        *("generation_batch_size", "reward_weights", "log_completions", "precompute_ref_log_probs"),
-        *("use_transformers_continuous_batching", "length_column_name", "dataloader_num_workers"),
-        *("dataloader_prefetch_factor", "dataloader_persistent_workers"),
-    }
+# How the arguments begin that belong to the machine, the data, the optimizer or the output, not to loss and gradient.
+_NOT_OF_THE_LOSS = (
+    *("output_dir", "use_cpu", "deepspeed", "fsdp", "parallelism_config", "accelerator_config", "ddp_", "local_rank"),
+    *("debug", "hub_", "push_to_hub", "report_to", "resume_from_checkpoint", "load_best_model_at_end", "eval_"),
+    *("do_eval", "save_", "logging_", "auto_find_batch_size", "optim", "lr_scheduler_", "warmup_", "train_sampling_"),
+    *("torch_compile", "use_liger_kernel", "liger_kernel_", "model_init_", "ref_model_init_", "chat_template_path"),
+    *("eos_token", "pad_token", "packing", "padding_free", "completion_only_loss", "assistant_only_loss", "dataset_"),
+    *("use_vllm", "vllm_mode", "use_transformers_", "cast_lm_head", "generation_batch_size", "reward_weights"),
+    *("log_completions", "precompute_ref_log_probs", "length_column_name", "dataloader_"),
 )
 # A row of what each trainer is made for: it is never computed, but a trainer is not built without.
 _ROWS: Mapping[str, list[dict[str, Any]]] = {
@@ -188,8 +181,8 @@ def _arguments(cls: type, blueprint: Mapping[str, Any], scratch: str, notes: lis
     # A dataclass of the user's own adds to one of a library.
     args_class = _library_class(blueprint["arguments_class"]) or _library_class(own)
     written = blueprint["arguments"]
-    known = {each.name for each in dataclasses.fields(args_class) if each.init} - _NOT_OF_THE_LOSS
-    taken = {name: value for name, value in written.items() if name in known}
+    known = {each.name for each in dataclasses.fields(args_class) if each.init}
+    taken = {name: value for name, value in written.items() if name in known and not name.startswith(_NOT_OF_THE_LOSS)}
     on_cpu = not torch.accelerator.is_available()
     for name in ("torch_compile", "use_liger_kernel"):
         if written.get(name):

@@ -30,19 +30,6 @@ logger = logging.getLogger("self_healing")
 # ---- entering: enters `train()` of a trainer that the program has made through the wrapper ----
 
 
-class _Within(SelfHealingTrainer):
-    """The wrapper, within a call of `train()` that is under way."""
-
-    def __init__(
-        self, trainer: Any, plain: Callable[..., TrainOutput], config: HealingConfig | Mapping[str, Any] | None
-    ) -> None:
-        super().__init__(trainer, config)
-        self._plain = plain
-
-    def _enter(self, **kwargs: Any) -> TrainOutput:
-        return self._plain(self.trainer, **kwargs)
-
-
 def way_in(
     trainer: Any, plain: Callable[..., TrainOutput], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Callable[[], TrainOutput]:
@@ -60,7 +47,10 @@ def way_in(
             )
         return as_it_is
     try:
-        return functools.partial(_Within(trainer, plain, _config_for(trainer)).train, **named)
+        wrapper = SelfHealingTrainer(trainer, _config_for(trainer))
+        # Within a call of `train()` that is under way.
+        wrapper._enter = functools.partial(plain, trainer)  # type: ignore[method-assign]
+        return functools.partial(wrapper.train, **named)
     except ConfigurationError:
         raise
     except Exception:
@@ -97,13 +87,7 @@ def read_settings(path: Path) -> HealingConfig:
     if config.rules_file is None:
         return config
     rules = Path(config.rules_file).absolute()
-    try:
-        load_rules(rules)
-    except OSError as error:
-        raise ConfigurationError(
-            f"{path}: `rules_file` is {config.rules_file!r}, which cannot be read: {error.strerror} ({rules}). Please "
-            "check the path, or leave it out for the built-in rules."
-        ) from error
+    load_rules(rules)
     return replace(config, rules_file=str(rules))
 
 

@@ -176,7 +176,7 @@ def _fate(strike: Strike, incidents: Sequence[dict[str, Any]], passed_over: set[
     else:
         outlived = strike.kind == "slow_step"
         outcome = "within its timeout" if outlived else "no incident"
-    name = incident and incident["id"]
+    name = None if incident is None else str(incident["id"])
     return Survival(strike.fault, strike.step, strike.effect, name, outcome, outlived, strike.detail, strike.rank)
 
 

@@ -134,18 +134,14 @@ class Progress(TrainerCallback):
 
 
 class Episode(Progress):
-    """One run of the demo: it trains, says what happens, and knows in the end what has become of it."""
+    """One run of the demo: it trains, and says what happens and what becomes of it."""
 
     def __init__(self, task: Task, console: Console) -> None:
         super().__init__(console)
         self.task = task
-        self.step = 0
-        self.ruined: str | None = None
-        self.killed_by: Exception | None = None
-        self.held_out_loss = math.nan
-        self.report = HealingReport()
+        self.ruined = False
 
-    def run(self, output_dir: str, config: HealingConfig | None = None, faults: bool = True) -> None:
+    def run(self, output_dir: str, config: HealingConfig | None = None) -> HealingReport:
         """Trains to the end, or to the exception that ends the run; healed where there are settings for it."""
         task, size = self.task, self.task.size
         # Matrices this small are not faster on several cores, and on one they are rounded alike everywhere.
@@ -162,25 +158,22 @@ class Episode(Progress):
                 save_strategy="no",
             )
             trainer.add_callback(self)
-            if faults:
-                Chaos(list(task.faults), ledger=_ToldLedger(Path(scratch) / "chaos.jsonl", self)).attach(trainer)
+            Chaos(task.faults, ledger=_ToldLedger(Path(scratch) / "chaos.jsonl", self)).attach(trainer)
             healer = SelfHealingTrainer(trainer, config) if config is not None else None
             try:
                 (healer or trainer).train()
             except Exception as error:
-                self.killed_by = error
                 self.say("bold red", f"dead at step {trainer.state.global_step}: {type(error).__name__}: {error}")
-            self.step = trainer.state.global_step
-            self.held_out_loss = float(trainer.evaluate()["eval_loss"])
-            if healer is not None:
-                self.report = healer.get_report()
+            came_to = f"came to step {trainer.state.global_step} of {size.steps}"
+            self.say("bold", f"{came_to}, held-out loss {trainer.evaluate()['eval_loss']:.4f}")
+            return HealingReport() if healer is None else healer.get_report()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         super().on_log(args, state, control, **kwargs)
         tensors = list(kwargs["model"].parameters())
         bad = sum(not bool(torch.isfinite(tensor).all()) for tensor in tensors)
-        if bad and self.ruined is None:
-            self.ruined = f"NaN in {bad} of {len(tensors)}\nsince step {state.global_step}"
+        if bad and not self.ruined:
+            self.ruined = True
             self.say("bold red", f"step {state.global_step}: NaN in {bad} of {len(tensors)} weight tensors")
 
     def on_instability(

@@ -1,25 +1,25 @@
 """
 The demo: a small language model learns real text, three faults strike, and the terminal shows what becomes of them.
 
-The plain trainer meets the faults, then a healed one does; a fault-free twin is the measure. Nothing in it is acted:
-the models train, the faults are injected where real ones arise, and what is told at the end is read from the runs;
-what they did not show is a failure of the demo. Torch and TRL are imported once the first lines are shown.
+The plain trainer meets the faults, then a healed one does. Nothing in it is acted: the models train, the faults are
+injected where real ones arise, and what is told at the end is read from the runs; what they did not show is a failure
+of the demo. Torch and TRL are imported once the first lines are shown.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ...config.healing_config import HealingConfig
+from ...report.healing_report import HealingReport
 from ...report.page.rendering import write_page
 from ...report.reading import read_run
 from ...system.files import EVENTS_FILE
@@ -28,13 +28,12 @@ from ..chaos.rehearsal import Survival, command_line, environment, survival_tabl
 
 
 if TYPE_CHECKING:
-    from .episode import Episode
+    from .episode import Task
     from .model import DemoSize
 
 
 # A quarter of the 80 steps apart; the last one after a checkpoint.
 _REHEARSED = "oom@20,hang@40:seconds=60,sigkill@62"
-PLAIN, HEALED, TWIN = "Plain trainer", "With self_healing", "Fault-free twin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ def run_demo(
     config: HealingConfig | None = None,
     console: Console | None = None,
 ) -> DemoResult:
-    """Trains while three faults strike, with the plain trainer, healed, and without faults, and shows all three."""
+    """Trains while three faults strike, with the plain trainer and healed, and shows both."""
     console = console or Console(highlight=False)
     console.print("\n[bold]SFTTrainer teaches a small Llama the docstrings of Python's library.[/]")
     console.print("Loading torch and TRL, and reading the text.")
@@ -68,41 +67,19 @@ def run_demo(
         console.print(f"  after step {fault.at}: {FAULTS[fault.kind]}")
     # The default first wait is up to 5 seconds: right for a server, long for an audience.
     config = config or HealingConfig(api_retry_base_delay=1.0)
-    runs = {title: Episode(task, console) for title in ([PLAIN, HEALED, TWIN] if healing else [PLAIN])}
-    for title, run in runs.items():
-        console.print(f"\n[bold]{title}[/]")
-        run.run(str(output_dir), config if title == HEALED else None, faults=title != TWIN)
-    console.print()
-    console.print(_contrast(runs))
+    console.print("\n[bold]Plain trainer[/]")
+    Episode(task, console).run(str(output_dir))
     if not healing:
-        console.print("The same faults with healing: [bold]self-healing demo[/]")
+        console.print("\nThe same faults with healing: [bold]self-healing demo[/]")
         return DemoResult()
-    return _judge(runs[HEALED], runs[TWIN], Path(output_dir), console)
-
-
-def _contrast(runs: Mapping[str, Episode]) -> Table:
-    """What became of each run: a column for each."""
-    table = Table("", *runs, header_style="bold")
-    steps = [f"step {run.step} of {run.task.size.steps}" for run in runs.values()]
-    table.add_row(
-        "came to",
-        *(
-            step if run.killed_by is None else f"[bold red]dead at {step}[/]\n{type(run.killed_by).__name__}"
-            for step, run in zip(steps, runs.values(), strict=True)
-        ),
-    )
-    table.add_row("weights", *(f"[bold red]{run.ruined}[/]" if run.ruined else "all finite" for run in runs.values()))
-    table.add_row("held-out loss", *(f"{run.held_out_loss:.4f}" for run in runs.values()))
-    return table
-
-
-def _judge(healed: Episode, twin: Episode, directory: Path, console: Console) -> DemoResult:
-    """Tells what the healed run has made of its faults, and where it lies."""
-    problems = unmet(healed, twin)
-    console.print(healed.report.table())
+    console.print("\n[bold]With self_healing[/]")
+    report = Episode(task, console).run(str(output_dir), config)
+    console.print(report.table())
+    problems = unmet(task, report)
     if not problems:
         console.print("[bold green]Every fault was found and healed, and no step was lost.[/]")
     _print_problems(problems, console)
+    directory = Path(output_dir)
     write_page(read_run(directory), directory / "report.html")
     console.print(f"Report: {directory / 'report.html'}", soft_wrap=True)
     console.print(f"Journal: {directory / EVENTS_FILE}", soft_wrap=True)
@@ -114,18 +91,15 @@ def _print_problems(problems: Sequence[str], console: Console) -> None:
         console.print(f"[bold red]Not as it should be:[/] {escape(problem)}.", soft_wrap=True)
 
 
-def unmet(healed: Episode, twin: Episode) -> list[str]:
+def unmet(task: Task, report: HealingReport) -> list[str]:
     """What a run that healed everything would show, and this one did not."""
-    task, report, problems = healed.task, healed.report, []
+    problems = []
     outcomes = [incident["outcome"] for incident in report.incidents]
     if outcomes != ["resolved"] * len(task.faults) or report.steps_lost:
         problems.append(f"{len(task.faults)} faults led to {len(outcomes)} incidents ({outcomes}); {report.lost}")
     blamed = [row["dataset_index"] for incident in report.incidents for row in incident["evidence"].get("rows", ())]
     if blamed != [task.poison_row]:
         problems.append(f"rows {blamed} were blamed, row {task.poison_row} is the poison sample")
-    loss, twin_loss = healed.held_out_loss, twin.held_out_loss
-    if not abs(loss - twin_loss) <= 0.02 * twin_loss:
-        problems.append(f"the held-out loss, {loss:.4f}, is more than 2 % off the twin's, {twin_loss:.4f}")
     return problems
 
 
