@@ -199,12 +199,7 @@ def replay(
 
 
 def _compute(
-    found: KeptIncident,
-    kept: Mapping[str, Any],
-    trainer: Any,
-    weights: WeightsChoice,
-    notes: list[str],
-    scratch: str,
+    found: KeptIncident, kept: Mapping[str, Any], trainer: Any, weights: WeightsChoice, notes: list[str], scratch: str
 ) -> ReplayReport:
     trainer.args = quiet_arguments(trainer.args, 1, scratch)
     if weights.tensors:

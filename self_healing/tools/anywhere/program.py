@@ -112,9 +112,8 @@ def refuse_what_would_not_be_healed(python: Sequence[str], given: Mapping[str, s
 def become(program: str, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """Puts a program in the place of this process: signals, terminal and exit code are its own."""
     # Python ignores these, and what is ignored stays so in the program that follows.
-    for name in ("SIGPIPE", "SIGXFSZ"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     sys.stdout.flush()
     sys.stderr.flush()
     try:

@@ -87,8 +87,7 @@ class ModelFaults:
         due = list(self._schedule.due("poison_samples"))
         if not due and not self._schedule.poison:
             return []
-        pad = getattr(getattr(self._trainer.model, "config", None), "pad_token_id", None)
-        rows = rows_of(self._inputs, pad if isinstance(pad, int) else None)
+        rows = rows_of(self._inputs)
         for number in due:
             fault = self._schedule.faults[number]
             candidates = [row for row, tokens in rows if fault.token is None or fault.token in tokens]
@@ -171,7 +170,7 @@ def changed(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return change(output) if isinstance(output, torch.Tensor) and output.is_floating_point() else None
 
 
-def rows_of(inputs: Mapping[str, torch.Tensor], pad_token_id: int | None) -> list[tuple[str, frozenset[int]]]:
+def rows_of(inputs: Mapping[str, torch.Tensor]) -> list[tuple[str, frozenset[int]]]:
     """What identifies each row of a batch, however it is padded, and its tokens."""
     ids = inputs.get("input_ids")
     if ids is None or ids.ndim != 2:
@@ -179,7 +178,7 @@ def rows_of(inputs: Mapping[str, torch.Tensor], pad_token_id: int | None) -> lis
         return [(_identity(row), frozenset()) for row in rows]
     mask = inputs.get("attention_mask")
     if mask is None or mask.shape != ids.shape:
-        mask = torch.ones_like(ids) if pad_token_id is None else ids != pad_token_id
+        mask = torch.ones_like(ids)
     tokens = [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]
     return [(_identity(row), frozenset(row)) for row in tokens]
 

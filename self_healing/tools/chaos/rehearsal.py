@@ -57,18 +57,12 @@ _EARLY_SECONDS = 1.0
 
 
 def rehearse(
-    script: str | os.PathLike[str],
-    faults: str,
-    arguments: Sequence[str] = (),
-    seed: int = 0,
-    restarts: int = 0,
-    ledger: str | os.PathLike[str] = "chaos.jsonl",
-    processes: int = 1,
+    script: Path, faults: str, arguments: Sequence[str], seed: int, restarts: int, ledger: Path, processes: int
 ) -> tuple[int, list[Survival]]:
     """Runs a training script under faults; gives its exit code, and what became of each fault."""
     parse_faults(faults)
     book = Ledger(ledger)
-    command = command_line(Path(script), arguments, restarts, processes)
+    command = command_line(script, arguments, restarts, processes)
     process = subprocess.run(command, env=environment(faults, seed, book.path), check=False)
     return process.returncode, survived(book, *book.run_dirs())
 
