@@ -19,11 +19,10 @@ import copy
 import random
 
 from datasets import Dataset, load_dataset
-from offline import parse, show
+from offline import parse, show, tiny
 from trl import DPOConfig, DPOTrainer, get_peft_config
 
 from self_healing import SelfHealingTrainer
-from self_healing.tools.demo.model import tiny
 
 
 def preferences(texts: list[str]) -> Dataset:

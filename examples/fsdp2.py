@@ -24,12 +24,11 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from datasets import load_dataset
-from offline import parse, show, text_of
+from offline import parse, show, text_of, tiny
 from torch.distributed.tensor import DTensor
 from trl import SFTConfig, SFTTrainer
 
 from self_healing import SelfHealingTrainer
-from self_healing.tools.demo.model import tiny
 
 
 def shard_on_the_cpu() -> None:

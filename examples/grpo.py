@@ -19,11 +19,10 @@ answers are cut off, at 8 tokens, is a red flag and is reported as one.
 import re
 
 from datasets import Dataset, load_dataset
-from offline import parse, show
+from offline import parse, show, tiny
 from trl import GRPOConfig, GRPOTrainer, get_peft_config
 
 from self_healing import SelfHealingTrainer
-from self_healing.tools.demo.model import tiny
 
 
 def right_number(completions: list[str], answer: list[str], **kwargs: object) -> list[float]:

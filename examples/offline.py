@@ -13,12 +13,18 @@ from typing import Any
 
 from datasets import Dataset
 from rich.console import Console
-from transformers import TrainingArguments
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, ScriptArguments, TrlParser
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.tools.demo.model import TINY, TINY_LEARNING_RATE, Tiny
+from self_healing.tools.demo.model import (
+    TINY,
+    TINY_LEARNING_RATE,
+    small_llama,
+    stdlib_docstrings,
+    train_tokenizer,
+)
 
 
 _STEPS = 160
@@ -80,6 +86,26 @@ def parse(config_class: type[TrainingArguments], **tiny_defaults: Any) -> tuple[
     if not offline.offline_tiny and (model.model_name_or_path is None or script.dataset_name is None):
         raise SystemExit("Please name --model_name_or_path and --dataset_name, or set --offline_tiny.")
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Tiny:
+    """A tiny model with random weights, the tokenizer trained on its text, and the text, in rows."""
+
+    model: LlamaForCausalLM
+    tokenizer: PreTrainedTokenizerFast
+    training: list[str]
+    held_out: list[str]
+
+
+def tiny(seed: int = 0) -> Tiny:
+    """Builds a tiny model and 640 rows of text, those held out included; `seed` is that of the weights."""
+    texts = stdlib_docstrings(most=640)
+    # Neighbours are of one file: those held out are from everywhere.
+    held_out = texts[:: len(texts) // TINY.held_out][: TINY.held_out]
+    apart = frozenset(held_out)
+    tokenizer = train_tokenizer(texts, TINY.vocabulary)
+    return Tiny(small_llama(tokenizer, TINY, seed), tokenizer, [text for text in texts if text not in apart], held_out)
 
 
 def text_of(tiny: Tiny) -> dict[str, Dataset]:

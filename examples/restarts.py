@@ -21,11 +21,10 @@ self-healing chaos examples/restarts.py --faults sigkill@50 --restarts 1 -- --of
 import os
 
 from datasets import load_dataset
-from offline import parse, show, text_of
+from offline import parse, show, text_of, tiny
 from trl import SFTConfig, SFTTrainer
 
 from self_healing import SelfHealingTrainer
-from self_healing.tools.demo.model import tiny
 
 
 def main() -> None:

@@ -25,11 +25,10 @@ machine has: `python examples/sft.py --offline-tiny --output_dir outputs/tiny`.
 """
 
 from datasets import load_dataset
-from offline import parse, show, text_of
+from offline import parse, show, text_of, tiny
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 from self_healing import SelfHealingTrainer
-from self_healing.tools.demo.model import tiny
 
 
 def main() -> None:

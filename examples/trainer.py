@@ -17,7 +17,7 @@ wrapper of the other examples does.
 """
 
 from datasets import Dataset, load_dataset
-from offline import parse, text_of, unigram_loss
+from offline import parse, text_of, tiny, unigram_loss
 from rich.console import Console
 from transformers import (
     AutoModelForCausalLM,
@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from self_healing import HealingReport, SelfHealingCallback
-from self_healing.tools.demo.model import TINY, tiny
+from self_healing.tools.demo.model import TINY
 
 
 def tokenised(dataset: Dataset, tokenizer: AutoTokenizer, length: int) -> Dataset:

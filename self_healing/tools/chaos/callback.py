@@ -70,9 +70,8 @@ class Chaos(TrainerCallback):
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer: Any = find_trainer(self)
         if trainer is not None:
-            callbacks = trainer.callback_handler.callbacks
-            callbacks.remove(self)
-            callbacks.insert(0, self)
+            trainer.callback_handler.callbacks.remove(self)
+            self.attach(trainer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer: Any = find_trainer(self)

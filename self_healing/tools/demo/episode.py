@@ -13,7 +13,7 @@ import random
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ from self_healing.tools.demo.model import (
     DemoSize,
     small_llama,
     stdlib_docstrings,
-    tiny,
     train_tokenizer,
 )
 from self_healing.trainer import SelfHealingTrainer
@@ -83,11 +82,11 @@ def make_task(size: DemoSize, seed: int) -> Task:
     return Task(size, seed, tokenizer, training, held_out, faults, poison_row)
 
 
-def sft_trainer(
-    model: Any, tokenizer: Any, training: Sequence[str], held_out: Sequence[str], size: DemoSize, **settings: Any
-) -> SFTTrainer:
+def sft_trainer(task: Task, **settings: Any) -> SFTTrainer:
     """The trainer of demo and rehearsal."""
+    size = task.size
     args = SFTConfig(
+        seed=task.seed,
         max_steps=size.steps,
         max_length=size.tokens,
         per_device_train_batch_size=size.rows,
@@ -105,11 +104,11 @@ def sft_trainer(
         **settings,
     )
     trainer = SFTTrainer(
-        model=model,
+        model=small_llama(task.tokenizer, size, task.seed),
         args=args,
-        train_dataset=Dataset.from_dict({"text": training}),
-        eval_dataset=Dataset.from_dict({"text": held_out}),
-        processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"text": task.training}),
+        eval_dataset=Dataset.from_dict({"text": task.held_out}),
+        processing_class=task.tokenizer,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -143,15 +142,14 @@ class Episode(Progress):
 
     def run(self, output_dir: str, config: HealingConfig | None = None) -> HealingReport:
         """Trains to the end, or to the exception that ends the run; healed where there are settings for it."""
-        task, size = self.task, self.task.size
+        task = self.task
         # Matrices this small are not faster on several cores, and on one they are rounded alike everywhere.
         torch.set_num_threads(1)
         with _quiet(), tempfile.TemporaryDirectory() as scratch:
             trainer = sft_trainer(
-                *(small_llama(task.tokenizer, size, task.seed), task.tokenizer, task.training, task.held_out, size),
-                # The plain runs write nothing; TRL wants a directory all the same.
+                task,
+                # The plain run writes nothing; TRL wants a directory all the same.
                 output_dir=scratch if config is None else output_dir,
-                seed=task.seed,
                 gradient_accumulation_steps=_MICRO_BATCHES,
                 # Rows come in the order they were shuffled into, so that the poison sample comes half way.
                 train_sampling_strategy="sequential",
@@ -164,7 +162,7 @@ class Episode(Progress):
                 (healer or trainer).train()
             except Exception as error:
                 self.say("bold red", f"dead at step {trainer.state.global_step}: {type(error).__name__}: {error}")
-            came_to = f"came to step {trainer.state.global_step} of {size.steps}"
+            came_to = f"came to step {trainer.state.global_step} of {task.size.steps}"
             self.say("bold", f"{came_to}, held-out loss {trainer.evaluate()['eval_loss']:.4f}")
             return HealingReport() if healer is None else healer.get_report()
 
@@ -218,14 +216,8 @@ def train_under_chaos(output_dir: str, seed: int) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    material = tiny(seed)
-    trainer = sft_trainer(
-        *(material.model, material.tokenizer, material.training, material.held_out, TINY),
-        output_dir=output_dir,
-        seed=seed,
-        save_steps=TINY.steps // 8,
-        save_total_limit=2,
-    )
+    task = make_task(TINY, seed)
+    trainer = sft_trainer(task, output_dir=output_dir, save_steps=TINY.steps // 8, save_total_limit=2)
     trainer.add_callback(Progress(Console(highlight=False, width=200)))
     # A step takes milliseconds here: one that takes seconds hangs, where a minute would be the default.
     SelfHealingTrainer(trainer, HealingConfig(hang_floor_seconds=4.0)).train()

@@ -100,23 +100,3 @@ def small_llama(tokenizer: Any, size: DemoSize, seed: int) -> LlamaForCausalLM:
             bos_token_id=None,
         )
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Tiny:
-    """A tiny model with random weights, the tokenizer trained on its text, and the text, in rows."""
-
-    model: LlamaForCausalLM
-    tokenizer: PreTrainedTokenizerFast
-    training: list[str]
-    held_out: list[str]
-
-
-def tiny(seed: int = 0) -> Tiny:
-    """Builds a tiny model and 640 rows of text, those held out included; `seed` is that of the weights."""
-    texts = stdlib_docstrings(most=640)
-    # Neighbours are of one file: those held out are from everywhere.
-    held_out = texts[:: len(texts) // TINY.held_out][: TINY.held_out]
-    apart = frozenset(held_out)
-    tokenizer = train_tokenizer(texts, TINY.vocabulary)
-    return Tiny(small_llama(tokenizer, TINY, seed), tokenizer, [text for text in texts if text not in apart], held_out)
