@@ -109,14 +109,13 @@ def _from_pretrained(cls: Any, source: str | None, options: Mapping[str, Any]) -
 def _with_adapters(network: Any, adapters: Mapping[str, Any], dtype: str | None) -> Any:
     from peft import PeftConfig, get_peft_model
 
-    made = None
-    for name, values in adapters.items():
-        config = PeftConfig.from_peft_type(**(values | {"inference_mode": False}))  # type: ignore[no-untyped-call]
-        if made is None:
-            made = get_peft_model(network, config, adapter_name=name)
-        else:
-            made.add_adapter(name, config)
-    assert made is not None
+    build: Any = PeftConfig.from_peft_type
+    (first, config), *others = [
+        (name, build(**values | {"inference_mode": False})) for name, values in adapters.items()
+    ]
+    made = get_peft_model(network, config, adapter_name=first)
+    for name, config in others:
+        made.add_adapter(name, config)
     for parameter in made.parameters():
         if parameter.requires_grad and dtype is not None:
             parameter.data = parameter.data.to(getattr(torch, dtype))

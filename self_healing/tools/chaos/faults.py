@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import logging
 import multiprocessing
 import os
@@ -103,9 +102,7 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            close = difflib.get_close_matches(str(self.kind), KINDS, n=1)
-            meant = f" Did you mean {close[0]!r}?" if close else ""
-            raise FaultError(f"There is no fault {self.kind!r}.{meant} The faults are: {', '.join(KINDS)}.")
+            raise FaultError(f"There is no fault {self.kind!r}. The faults are: {', '.join(KINDS)}.")
         for name in ("at", "times", *_PARAMETERS):
             value = getattr(self, name)
             if value is not None:
@@ -141,7 +138,6 @@ class Fault:
     def __str__(self) -> str:
         told = "" if self.times in (None, 1) else f"*{self.times}"
         values = {name: getattr(self, name) for name in _parameters_of(self.kind)}
-        values["seconds"] = None if self.seconds is None else f"{self.seconds:g}"
         given = [f":{name}={value}" for name, value in values.items() if value is not None]
         return f"{self.kind}{told}@{self.at}{''.join(given)}"
 

@@ -31,7 +31,7 @@ from self_healing.config.healing_config import HealingConfig
 from self_healing.journal.incident import Incident, headline
 from self_healing.report.healing_report import HealingReport
 from self_healing.tools.chaos.callback import Chaos
-from self_healing.tools.chaos.faults import Fault, Ledger
+from self_healing.tools.chaos.faults import Fault
 from self_healing.tools.demo.model import (
     BROKEN_CHARACTER,
     TINY,
@@ -156,7 +156,7 @@ class Episode(Progress):
                 save_strategy="no",
             )
             trainer.add_callback(self)
-            Chaos(task.faults, ledger=_ToldLedger(Path(scratch) / "chaos.jsonl", self)).attach(trainer)
+            Chaos(task.faults, ledger=Path(scratch) / "chaos.jsonl").attach(trainer)
             healer = SelfHealingTrainer(trainer, config) if config is not None else None
             try:
                 (healer or trainer).train()
@@ -178,19 +178,6 @@ class Episode(Progress):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, incident: Incident, **kwargs: Any
     ) -> None:
         self.say("bold green", headline(incident, 98))
-
-
-class _ToldLedger(Ledger):
-    """Says of each strike that it strikes."""
-
-    def __init__(self, path: Path, episode: Episode) -> None:
-        super().__init__(path)
-        self._episode = episode
-
-    def write(self, event: str, **fields: Any) -> None:
-        if event == "strike":
-            self._episode.say("bold yellow", f"after step {fields['step']}: {FAULTS[fields['kind']]}")
-        super().write(event, **fields)
 
 
 @contextlib.contextmanager
