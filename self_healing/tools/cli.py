@@ -477,9 +477,7 @@ def show_rules(
         picture.add_column(title, ratio=share, overflow="fold")
     picture.add_column("then", width=8)
     for rule in rules_for(table, objective) if objective is not None else [rule for rule in table if rule.enabled]:
-        name = Text.assemble((rule.name, "bold"), f"\n{rule.metric}")
-        if objective is None:
-            name.append(f"\n{', '.join(rule.objectives)}", "dim")
+        name = Text.assemble((rule.name, "bold"), f"\n{rule.metric}", (f"\n{', '.join(rule.objectives)}", "dim"))
         lasting = f"{rule.steps} steps, {rule.observations} logs" if rule.steps > 1 else f"{rule.observations} logs"
         red_flag = Text.assemble(f"{rule.describe()}; for {lasting}\n", (rule.remedy, "dim"))
         picture.add_row(name, Text(rule.healthy), red_flag, Text(f"{rule.severity}\n{rule.action}"))

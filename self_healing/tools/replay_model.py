@@ -110,9 +110,8 @@ def _with_adapters(network: Any, adapters: Mapping[str, Any], dtype: str | None)
     from peft import PeftConfig, get_peft_model
 
     build: Any = PeftConfig.from_peft_type
-    (first, config), *others = [
-        (name, build(**values | {"inference_mode": False})) for name, values in adapters.items()
-    ]
+    configs = {name: build(**values | {"inference_mode": False}) for name, values in adapters.items()}
+    (first, config), *others = configs.items()
     made = get_peft_model(network, config, adapter_name=first)
     for name, config in others:
         made.add_adapter(name, config)

@@ -87,23 +87,20 @@ class Chaos(TrainerCallback):
         run_dir = str(Path(_healing_dir(trainer) or args.output_dir).absolute())
         told = {"faults": schedule.keys, "at": schedule.steps, "on": schedule.ranks}
         self.ledger.write("run", run_dir=run_dir, step=int(state.global_step), max_steps=int(state.max_steps), **told)
-        self._put_in_place(trainer, kwargs.get("train_dataloader"))
-
-    def _put_in_place(self, trainer: Any, loader: Any) -> None:
         callbacks, last_word = trainer.callback_handler.callbacks, _LastWord(self)
         callbacks.append(last_word)
         self._undo.callback(lambda: last_word in callbacks and callbacks.remove(last_word))
         self._model.attach(trainer, self._undo)
-        places = {self._schedule.place_of(fault) for fault in self.faults}
+        places = {schedule.place_of(fault) for fault in self.faults}
         if "data" in places:
-            dataset = getattr(loader, "dataset", None)
+            dataset = getattr(kwargs.get("train_dataloader"), "dataset", None)
             while isinstance(dataset, Proxy):
                 dataset = dataset.wrapped
-            guard_dataset(self._schedule, dataset, self._undo)
+            guard_dataset(schedule, dataset, self._undo)
         if "reward" in places:
-            guard_rewards(self._schedule, trainer, self._undo)
-        if self._schedule.has("disk_full"):
-            guard_saving(self._schedule, trainer, self._undo)
+            guard_rewards(schedule, trainer, self._undo)
+        if schedule.has("disk_full"):
+            guard_saving(schedule, trainer, self._undo)
 
     def end(self) -> None:
         """Gives the trainer back as it was; this callback stays with it, and does nothing before the next run."""
