@@ -365,7 +365,7 @@ def chaos(
         console.print("No fault struck: the script made no Trainer, or never called train().")
     all_survived = bool(rows) and all(row.survived for row in rows)
     ending = "normally" if code == 0 else f"with exit code {code}"
-    verdict = "Every fault was survived." if all_survived else "Not every fault was survived."
+    verdict = "Every fault was survived." if all_survived and code == 0 else "Not every fault was survived."
     console.print(f"The script ended {ending}. {verdict}")
     if book.exists():
         console.print(f"Ledger: {book}", soft_wrap=True)

@@ -29,7 +29,7 @@ from .faults import Ledger, Strike, parse_faults
 VARIABLE = "SELF_HEALING_CHAOS"
 
 _NONFINITE = {each for each in FailureType if each.startswith("nonfinite_")}
-_SPIKES = {FailureType.SPIKE_TRANSIENT, FailureType.GRADIENT_SPIKE, FailureType.LOSS_SPIKE}
+_SPIKES = {FailureType.SPIKE_TRANSIENT, FailureType.GRADIENT_SPIKE}
 # What a fault may rightly be taken for.
 _EXPECTED: dict[str, set[FailureType]] = {
     "nan_loss": _NONFINITE,
@@ -38,7 +38,7 @@ _EXPECTED: dict[str, set[FailureType]] = {
     "corrupted_weights": {FailureType.CORRUPTED_STATE},
     "scrambled_layer": _NONFINITE
     | _SPIKES
-    | {FailureType.DIVERGENCE, FailureType.CORRUPTED_STATE, FailureType.LEARNING_RATE},
+    | {FailureType.LOSS_SPIKE, FailureType.DIVERGENCE, FailureType.CORRUPTED_STATE, FailureType.LEARNING_RATE},
     "poison_samples": _NONFINITE,
     "oom": {FailureType.OUT_OF_MEMORY},
     "network_error": {FailureType.NETWORK},
