@@ -248,6 +248,8 @@ class Instrument:
         """Called in `on_epoch_end`."""
         if self.attached:
             with self.failsafe.contained():
+                if self._filter_taken:
+                    self._give_filter_back()
                 self.reentry.epoch_ends()
 
     # ---- the wrapped methods, in the order a step calls them ----
@@ -258,6 +260,9 @@ class Instrument:
             if not self.reentry.has_fetched and self.reentry.stop_owed:
                 return self._nothing_to_train()
             try:
+                if self._filter_taken:
+                    # Of a step that never came to its update (the last of a stream, a stop between micro-batches).
+                    self._give_filter_back()
                 self.window = None
                 self.reentry.fetching()
             except Exception as error:
@@ -388,6 +393,8 @@ class Instrument:
         return original(*args, **kwargs)
 
     def _sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.trainer.model.training or len(args) > 2:
+            return original(*args, **kwargs)
         watched = FiniteLogits()
         found = original(*args, **{**kwargs, "logits_processor": [*(kwargs.get("logits_processor") or ()), watched]})
         watched.check()
@@ -428,7 +435,7 @@ class Instrument:
         window = self.window
         if self.call.running:
             return original(parameters, *args, **kwargs)
-        if window is None or window.judged or len(window.losses) < window.size:
+        if window is None or window.judged or window.bounds is not None or len(window.losses) < window.size:
             norm = original(parameters, *args, **kwargs)
             if self.failsafe.failure is not None and (window is None or not window.judged):
                 self._tell_of_failure(norm)
@@ -463,7 +470,9 @@ class Instrument:
 
     @staticmethod
     def _ready(window: Window | None) -> TypeGuard[Window]:
-        return window is not None and len(window.losses) >= window.size and not window.judged
+        if window is None or window.judged or window.bounds is not None:
+            return False
+        return len(window.losses) >= window.size
 
     def _judge(self, window: Window) -> None:
         window.judged = True
@@ -471,9 +480,12 @@ class Instrument:
         self.heartbeat.enter("judge")
         try:
             window.failed = self.failsafe.failure is not None
+            if self._filter_taken:
+                # First: what is written while it is judged holds the arguments.
+                self.trainer.args.logging_nan_inf_filter = True
             self.hooks.judge(window)
             if self._filter_taken:
-                self._filter_taken, self.trainer.args.logging_nan_inf_filter = False, True
+                self._filter_taken = False
                 if not window.loss_is_finite and not window.loss_is_set:
                     window.filter_running_loss()
             window.released = True

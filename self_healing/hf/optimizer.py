@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import optimizer as optim
 from transformers import TrainerCallback
 
 from ..ranks import votes
 from ..system import processes
 from .deepspeed import engine_of
 from .hooks import Failsafe, Hooks
+from .memory import is_out_of_memory
 from .oom import OomRetry
 from .reentry import Reentry
 from .sections import Phase
@@ -85,29 +87,37 @@ class OptimizerStep:
 
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps `optimizer.step`: takes the step with the rates in force."""
-        self._instrument.heartbeat.enter("optimizer")
+        instrument, window = self._instrument, self._instrument.window
+        instrument.heartbeat.enter("optimizer")
         try:
-            scale = self._prepared()
-            if scale == 1.0:
-                return self._until_it_fits(original, *args, **kwargs)
-            rates = self._rates.in_force(scale)
-            self._reentry.learning_rate = rates[0]
-            at_once = self._ends_with_the_optimizer or self._optimizer is None
-            with self._rates.set(rates) if at_once else self._rates.set_in_update(rates):
-                return self._until_it_fits(original, *args, **kwargs)
+            try:
+                self._hooks.before_optimizer_step()
+                if self._retry.watched:
+                    self._hooks.about_to_step()
+            except Exception as error:
+                if not self._failsafe.contains(error):
+                    raise
+                if window is not None and window.bounds is not None:
+                    # Nobody judges it any more.
+                    window.bounds = None
+                    window.abandon(instrument.leaves_out_nonfinite)
+            return self._until_it_fits(functools.partial(self._take, functools.partial(original, *args, **kwargs)))
         finally:
-            self._instrument.heartbeat.leave()
+            instrument.heartbeat.leave()
 
-    def _prepared(self) -> float:
-        """Tells of the step, and gives the factor on the schedule's learning rates."""
+    def _take(self, update: Callable[[], Any]) -> Any:
+        scale = self._scale_in_force()
+        if scale == 1.0:
+            return update()
+        rates = self._rates.in_force(scale)
+        self._reentry.learning_rate = rates[0]
+        at_once = self._ends_with_the_optimizer or self._optimizer is None
+        with self._rates.set(rates) if at_once else self._rates.set_in_update(rates):
+            return update()
+
+    def _scale_in_force(self) -> float:
+        """The factor on the schedule's learning rates."""
         failsafe = self._failsafe
-        try:
-            self._hooks.before_optimizer_step()
-            if self._retry.watched:
-                self._hooks.about_to_step()
-        except Exception as error:
-            if not failsafe.contains(error):
-                raise
         try:
             scale = self._rates.scale() if self._instrument.replaced.held else 1.0
             self._scale_at, self._scale = self._instrument.trainer.state.global_step, scale
@@ -118,18 +128,18 @@ class OptimizerStep:
                 raise
         return 1.0
 
-    def _until_it_fits(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _until_it_fits(self, take: Callable[[], Any]) -> Any:
         while True:
             if self._mark.before is not None or (self._optimizer is not None and not self._optimizer.state):
                 self._mark.set()
             begun = self._begun() if self._several else None
             window: Window | None = self._instrument.window
             try:
+                result = None
                 if window is not None and window.bounds is not None:
-                    result = self.veto.launch(window, functools.partial(original, *args, **kwargs))
-                    self._instrument.judge_launched(window)
+                    result = self._launch(window, take)
                 if window is None or not window.applied:
-                    result = original(*args, **kwargs)
+                    result = take()
             except Exception as error:
                 alone = begun is not None and self._begun() == begun and self.can_be_taken_again
                 ran_out = self._retry.caught(error, place="optimizer step", alone=alone)
@@ -148,6 +158,20 @@ class OptimizerStep:
                 again = self._retry.handled(ran_out, window)
             if not again:
                 raise ran_out.error
+
+    def _launch(self, window: Window, take: Callable[[], Any]) -> Any:
+        """Launches the update, and has the step judged while it runs; first after all, where memory has run out."""
+        bounds, window.bounds, result = window.bounds, None, None
+        assert bounds is not None
+        try:
+            self.veto.compare(window.numbers(), bounds)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            result = self.veto.launch(window, bounds, take)
+        self._instrument.judge_launched(window)
+        return result
 
     def learning_rate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps `_get_learning_rate`, which the Trainer logs: gives the rate in force, not the schedule's."""
@@ -210,23 +234,28 @@ class Veto:
             return False
         if any(map(_watches_updates, trainer.callback_handler.callbacks)):
             return False
-        fused = getattr(self._optimizer, "_step_supports_amp_scaling", False)
-        return fused and all(group.get("fused") for group in self._optimizer.param_groups)
+        # A subclass may do more than its update; SGD makes its momentum of what is not written.
+        kind, step = type(self._optimizer), vars(self._optimizer).get("step")
+        # What the schedule has wrapped, to count steps, is the method of the class.
+        plain = step is None or getattr(step, "__wrapped__", None) is kind.step
+        return kind in (torch.optim.Adam, torch.optim.AdamW) and plain
 
     def allows(self, window: Window) -> bool:
         """Whether the step that was measured just now may be launched; its norm lies on the device then."""
         optimizer = self._optimizer
+        for group in optimizer.param_groups:
+            if not group.get("fused"):
+                return False
         # Those of this library alone: others would be told of an update that may be none.
         hooked = len(optimizer._optimizer_step_pre_hooks) > 1 or len(optimizer._optimizer_step_post_hooks) > 1
-        return not hooked and type(window.grad_norm) is torch.Tensor
+        everywhere = bool(optim._global_optimizer_pre_hooks or optim._global_optimizer_post_hooks)
+        return not hooked and not everywhere and type(window.grad_norm) is torch.Tensor
 
-    def launch(self, window: Window, step: Callable[[], Any]) -> Any:
-        """Launches the update, then reads the numbers; whether it was applied is in `window.applied`."""
-        bounds, window.bounds = window.bounds, None
-        assert bounds is not None
-        numbers = window.numbers()
+    def compare(self, numbers: torch.Tensor, bounds: Bounds) -> None:
+        """Has the device compare loss and norm with bounds, and send them to the host."""
         if bounds != self._bounds:
-            self._bounds, self._on_device = bounds, torch.tensor(bounds, device=self._device)
+            self._on_device = torch.tensor(bounds, device=self._device)
+            self._bounds = bounds
         lows, highs = self._on_device
         # NaN is in no order with anything.
         within = (lows <= numbers).logical_and_(numbers <= highs).all()
@@ -234,6 +263,9 @@ class Veto:
         self._on_host.copy_(numbers, non_blocking=True)
         if self._event is not None:
             self._event.record()
+
+    def launch(self, window: Window, bounds: Bounds, step: Callable[[], Any]) -> Any:
+        """Launches the update, then reads the numbers; whether it was applied is in `window.applied`."""
         self._optimizer.found_inf = self._found
         try:
             result = step()

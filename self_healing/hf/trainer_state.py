@@ -79,7 +79,7 @@ class Bookkeeper:
         self._trainer = trainer
         self._device: torch.device = trainer.accelerator.device
         self._entry_step = int(trainer.state.global_step)
-        self._moving_buffers: list[tuple[str, torch.Tensor]] | None = None
+        self._moving_buffers: list[str] | None = None
         self._first_buffers: dict[str, torch.Tensor] = {}
 
     def random_state(self) -> RandomState:
@@ -117,9 +117,11 @@ class Bookkeeper:
                 self._first_buffers = self._first_buffers or copies
                 return copies
             first = self._first_buffers
-            moving = [(name, buffer) for name, buffer in buffers if not _same(first.get(name), buffer)]
+            moving = [name for name, buffer in buffers if not _same(first.get(name), buffer)]
             self._moving_buffers, self._first_buffers = moving, {}
-        return {name: self._cloned(buffer) for name, buffer in moving} if moving else {}
+        # By name: a forward may put another tensor in the place of one.
+        there = dict(self._trainer.model.named_buffers()) if moving else {}
+        return {name: self._cloned(there[name]) for name in moving if name in there}
 
     def _cloned(self, tensor: torch.Tensor) -> torch.Tensor:
         try:
@@ -133,7 +135,8 @@ class Bookkeeper:
         """Puts the buffers a forward pass changes back."""
         buffers = dict(self._trainer.model.named_buffers())
         for name, value in bookkeeping.buffers.items():
-            buffers[name].copy_(value)
+            if name in buffers and buffers[name].shape == value.shape:
+                buffers[name].copy_(value)
 
     def rewind_step(self, bookkeeping: Bookkeeping) -> None:
         """Goes back to where a step began; what the training loop counts around the step stays."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import (
     GradientFault,
     OutputFault,
@@ -23,8 +24,11 @@ from conftest import (
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback
+from self_healing.healers.numerics.judge import StepJudge
+from self_healing.healers.numerics.state import NumericsState
 from self_healing.hf import optimizer
 from self_healing.hf.optimizer import Veto
+from self_healing.hf.step import Window
 
 
 STEPS = 40
@@ -37,8 +41,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     launch = Veto.launch
 
-    def noted(self: Veto, window: Any, step: Callable[[], Any]) -> Any:
-        result = launch(self, window, step)
+    def noted(self: Veto, window: Any, *args: Any) -> Any:
+        result = launch(self, window, *args)
         found.append(window.applied)
         return result
 
@@ -140,3 +144,69 @@ def test_hooks_that_are_put_on_the_optimizer_later_are_told_of_updates_alone(
 
     trained(tmp_path, tokenizer, callbacks=[SelfHealingCallback(), Hooks()])
     assert launched == []
+
+
+class Projected(torch.optim.AdamW):
+    """Does more in a step than its update."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(0.9999)
+
+
+def test_an_optimizer_that_does_more_in_a_step_is_never_launched(
+    tmp_path: Path, tokenizer: Any, launched: list[bool]
+) -> None:
+    optimizer = {"optimizer_cls_and_kwargs": (Projected, {"fused": True, "lr": 1e-3})}
+    trained(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], trainer_kwargs=optimizer)
+    assert launched == []
+
+
+def test_a_rate_that_was_reduced_is_neither_taken_twice_nor_for_a_new_schedule(
+    tmp_path: Path, tokenizer: Any, launched: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates: set[float] = set()
+    recording = Window.recording
+
+    def noted(window: Window, *args: Any) -> Any:
+        found = recording(window, *args)
+        rates.update([] if found is None else found.rates)
+        return found
+
+    monkeypatch.setattr(Window, "recording", noted)
+    monkeypatch.setattr(StepJudge, "rate_scale", lambda judge, step: 0.5)
+    healing = SelfHealingCallback(CONFIG)
+    trained(tmp_path, tokenizer, callbacks=[healing], lr_scheduler_type="constant")
+    assert launched.count(True) > 5
+    assert rates == {5e-4}
+    assert healing.run is not None
+    assert healing.run.part(NumericsState).schedule.raised_at is None
+
+
+def test_the_trainers_own_filter_is_back_after_each_step_and_epoch(tmp_path: Path, tokenizer: Any) -> None:
+    class Looks(TrainerCallback):
+        def __init__(self) -> None:
+            self.seen: set[bool] = set()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.seen.add(args.logging_nan_inf_filter)
+
+        on_epoch_end = on_step_end
+
+    class StopsBetween(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_epoch_stop = state.global_step == 3
+
+    looks = Looks()
+    trainer = trained(
+        tmp_path,
+        tokenizer,
+        callbacks=[SelfHealingCallback(), looks, StopsBetween()],
+        max_steps=5,
+        gradient_accumulation_steps=2,
+    )
+    assert looks.seen == {True}
+    assert trainer.args.logging_nan_inf_filter
