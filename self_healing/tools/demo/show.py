@@ -72,7 +72,7 @@ def run_demo(
     if not healing:
         console.print("\nThe same faults with healing: [bold]self-healing demo[/]")
         return DemoResult()
-    console.print("\n[bold]With self_healing[/]")
+    console.print("\nWith self_healing", style="bold")
     report = Episode(task, console).run(str(output_dir), config)
     console.print(report.table())
     problems = unmet(task, report)
