@@ -27,8 +27,8 @@ walks = importlib.import_module("walks")
 # A line that has only these is no line of code.
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
-CODE_LINES = 27_055
-LINES = 38_370
+CODE_LINES = 27_057
+LINES = 38_375
 MODULES = 131
 FUNCTIONS = 2_660
 SETTINGS = 40

@@ -209,6 +209,9 @@ def train_under_chaos(output_dir: str, seed: int) -> None:
     # A step takes milliseconds here: one that takes seconds hangs, where a minute would be the default.
     SelfHealingTrainer(trainer, HealingConfig(hang_floor_seconds=4.0)).train()
     print(f"Held-out loss: {trainer.evaluate()['eval_loss']:.3f}.")
+    if torch.distributed.is_initialized():
+        # Gloo's threads abort a process now and then that ends before them.
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
