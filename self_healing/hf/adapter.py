@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from ..failures.recipes import TrainingFault
 from ..ranks import votes
@@ -22,7 +22,7 @@ from .hooks import Failsafe, Hooks
 from .memory import OutOfMemory, is_out_of_memory
 from .objective import objective_of
 from .oom import OneRankRetry, OomRetry
-from .optimizer import OptimizerStep, Rates
+from .optimizer import OptimizerStep, Rates, takes_part
 from .patching import Interception, Replacements
 from .reentry import EarlyStop, Reentry
 from .saving import SaveSchedule
@@ -138,7 +138,9 @@ class Instrument:
         self.replace(trainer, "_load_best_model", self._in_section("load_best_model", _unchanged))
         self.one_rank.attach()
         self._notes_prepared = self.objective.online or self.one_rank.possible
-        self._others_begin_steps = any(map(_begins_steps, trainer.callback_handler.callbacks))
+        self._others_begin_steps = any(
+            takes_part(each, "on_step_begin") for each in trainer.callback_handler.callbacks
+        )
         self._filters_loss = self.leaves_out_nonfinite
         self.optimizer_step.attach()
         self.position.watch()
@@ -613,9 +615,3 @@ class Instrument:
 
 def _unchanged(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
-
-
-def _begins_steps(callback: Any) -> bool:
-    """Whether a callback, but for that of this library, does something in `on_step_begin`."""
-    own = type(callback).__module__.partition(".")[0] == __name__.partition(".")[0]
-    return not own and getattr(callback.on_step_begin, "__func__", None) is not TrainerCallback.on_step_begin

@@ -232,7 +232,8 @@ class Veto:
         """Whether nobody but the optimizer takes part in an update, and it can leave one out on the device."""
         if processes.world_size() > 1 or trainer.accelerator.scaler is not None or engine_of(trainer) is not None:
             return False
-        if any(map(_watches_updates, trainer.callback_handler.callbacks)):
+        # Another would be told of an update that may be none.
+        if any(takes_part(each, "on_pre_optimizer_step") for each in trainer.callback_handler.callbacks):
             return False
         # A subclass may do more than its update; SGD makes its momentum of what is not written.
         kind, step = type(self._optimizer), vars(self._optimizer).get("step")
@@ -280,11 +281,11 @@ class Veto:
         return result
 
 
-def _watches_updates(callback: Any) -> bool:
-    """Whether a callback, but for that of this library, is told of an update that may be none."""
+def takes_part(callback: Any, event: str) -> bool:
+    """Whether a callback, but for that of this library, does something in an event."""
     own = type(callback).__module__.partition(".")[0] == __name__.partition(".")[0]
-    event = getattr(callback.on_pre_optimizer_step, "__func__", None)
-    return not own and event is not TrainerCallback.on_pre_optimizer_step
+    told = getattr(getattr(callback, event), "__func__", None)
+    return not own and told is not getattr(TrainerCallback, event)
 
 
 # ---- rates: sets the learning rates that an optimizer step is taken with, for that step ----
