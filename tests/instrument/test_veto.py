@@ -47,7 +47,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return result
 
     monkeypatch.setattr(Veto, "launch", noted)
-    monkeypatch.setattr(optimizer, "VETO_ON", {"cpu"})
+    monkeypatch.setattr(optimizer, "VETO_ON", {"cpu", "cuda"})
     return found
 
 
