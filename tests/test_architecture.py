@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import inspect
 import re
@@ -40,14 +41,19 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
 
 
-TREES = {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
 PACKAGES = {name_of(path) for path in PACKAGE.rglob("__init__.py")}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Each module, parsed: by the first test that asks, and not by every process that collects this module."""
+    return {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imports_of(module: str) -> set[str]:
     """All modules of the package that a module imports, wherever in it, and be it for its types alone."""
     found: set[str] = set()
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(trees()[module]):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -63,12 +69,14 @@ def imports_of(module: str) -> set[str]:
 
 def _module_behind(name: str) -> str:
     """The module that a dotted name of the package is, or is defined in."""
-    while name and name not in TREES:
+    while name and name not in trees():
         name = name.rpartition(".")[0]
     return name or "__init__"
 
 
-IMPORTS = {module: imports_of(module) for module in TREES}
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    return {module: imports_of(module) for module in trees()}
 
 
 def room_of(module: str) -> str:
@@ -76,11 +84,11 @@ def room_of(module: str) -> str:
 
 
 def edges() -> list[tuple[str, str]]:
-    return [(module, other) for module, others in IMPORTS.items() for other in sorted(others)]
+    return [(module, other) for module, others in imports().items() for other in sorted(others)]
 
 
 def test_every_room_has_its_floor() -> None:
-    assert {room_of(module) for module in TREES} == set(FLOOR_OF)
+    assert {room_of(module) for module in trees()} == set(FLOOR_OF)
 
 
 def test_imports_go_one_way() -> None:
@@ -96,23 +104,28 @@ def family_of(module: str) -> str | None:
 
 
 def test_families_do_not_import_each_other() -> None:
-    assert {family_of(module) for module in TREES} == {*FAMILIES, None}
+    assert {family_of(module) for module in trees()} == {*FAMILIES, None}
     between = [(one, other) for one, other in edges() if family_of(one) and family_of(other)]
     assert [(one, other) for one, other in between if family_of(one) != family_of(other)] == []
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     # Raises with the circle.
-    graphlib.TopologicalSorter(IMPORTS).prepare()
+    graphlib.TopologicalSorter(imports()).prepare()
 
 
 # ---- the Trainer ----
 
 
-def private_names(cls: type) -> set[str]:
-    """Private methods of a class and of those it is made from, and private attributes that these set or read."""
+TRAINERS = (trl.SFTTrainer, trl.DPOTrainer, trl.GRPOTrainer, trl.RLOOTrainer, trl.KTOTrainer, trl.RewardTrainer)
+
+
+@functools.cache
+def private_names() -> frozenset[str]:
+    """Private methods of trainers and of what they are made from, and private attributes that these set or read."""
+    classes = {each for cls in (Trainer, Accelerator, *TRAINERS) for each in cls.__mro__}
     names: set[str] = set()
-    for each in cls.__mro__:
+    for each in classes:
         if each.__module__.partition(".")[0] not in ("transformers", "trl", "accelerate"):
             continue
         for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(each)))):
@@ -120,11 +133,7 @@ def private_names(cls: type) -> set[str]:
                 names.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
                 names.add(node.attr)
-    return {name for name in names if re.match("_[^_]", name)}
-
-
-TRAINERS = (trl.SFTTrainer, trl.DPOTrainer, trl.GRPOTrainer, trl.RLOOTrainer, trl.KTOTrainer, trl.RewardTrainer)
-PRIVATE_NAMES = frozenset[str]().union(*map(private_names, (Trainer, Accelerator, *TRAINERS)))
+    return frozenset(name for name in names if re.match("_[^_]", name))
 
 
 def private_names_used(tree: ast.Module) -> set[str]:
@@ -132,11 +141,11 @@ def private_names_used(tree: ast.Module) -> set[str]:
     used: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            used.update(PRIVATE_NAMES & set(re.findall(r"\b_\w+", node.value)))
+            used.update(private_names() & set(re.findall(r"\b_\w+", node.value)))
         elif isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
             holder = ast.unparse(node.value)
             of_trainer = holder.rpartition(".")[2].lstrip("_") in ("trainer", "accelerator")
-            if of_trainer or (node.attr in PRIVATE_NAMES and holder not in ("self", "cls")):
+            if of_trainer or (node.attr in private_names() and holder not in ("self", "cls")):
                 used.add(node.attr)
     return used
 
@@ -155,10 +164,10 @@ def test_private_names_are_seen_however_they_are_named(code: str) -> None:
 
 
 def test_only_one_room_knows_private_names_of_the_trainer() -> None:
-    assert {"_tr_loss", "_save_checkpoint", "_get_learning_rate", "_buffered_inputs"} <= PRIVATE_NAMES
+    assert {"_tr_loss", "_save_checkpoint", "_get_learning_rate", "_buffered_inputs"} <= private_names()
     elsewhere = {
         (module, name)
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         if room_of(module) != "hf"
         for name in private_names_used(tree)
     }
@@ -189,7 +198,7 @@ def modules_on_the_page() -> list[str]:
 def test_the_page_names_every_module_and_no_other() -> None:
     named = modules_on_the_page()
     assert len(set(named)) == len(named)
-    assert set(named) == TREES.keys() - {"__init__"}
+    assert set(named) == trees().keys() - {"__init__"}
 
 
 def test_the_page_goes_from_the_top_down() -> None:
@@ -215,7 +224,7 @@ ASKS = frozenset(
 
 def questions() -> list[str]:
     """What is asked of several ranks, wherever it stands in the code as a text of its own."""
-    calls = [node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.Call)]
     asking = [call for call in calls if getattr(call.func, "attr", getattr(call.func, "id", "")) in ASKS and call.args]
     firsts = [call.args[0] for call in asking]
     constants = [trusted.TAKEN, trusted.TRUSTED, trusted.SET_ASIDE]
