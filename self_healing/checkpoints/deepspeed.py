@@ -21,14 +21,6 @@ _STEP = re.compile(r"global_step(\d+)")
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_00_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_00_optim_states\.pt")
 
-_WITHOUT = (
-    "it was written without DeepSpeed, which finds nothing in it. What to do: go on without DeepSpeed, or load its "
-    "weights as the model of a new run"
-)
-_NOT_UNIVERSAL = (
-    "it is no universal checkpoint, as none is that a job has written itself. What to do: remove "
-    '"load_universal": true from the DeepSpeed configuration'
-)
 _CONVERT = (
     "convert it (python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
     '{path}/{tag} --output_folder {path}/{tag}_universal) and set "checkpoint": {{"load_universal": true}} in the '
@@ -89,13 +81,14 @@ class _Folder:
         return 1 if any(_stage_in(each.get("ds_config")) == 1 for each in self.said) else 2
 
     @property
-    def bf16(self) -> bool:
-        """Whether it was written in bf16, which is in the names of the files."""
-        return any(file.name.startswith("bf16_") for file in self.optimizers.values())
+    def job(self) -> ZeroJob:
+        """The job that wrote it; its precision is in the names of the files."""
+        bf16 = any(file.name.startswith("bf16_") for file in self.optimizers.values())
+        return ZeroJob(self.processes, self.stage, bf16)
 
     def missing(self) -> list[tuple[int, str]]:
         """Lists the files that are not there, each with the rank whose part it is."""
-        prefix = "bf16_zero" if self.bf16 else "zero"
+        prefix = "bf16_zero" if self.job.bf16 else "zero"
         gone = []
         for rank in range(self.processes):
             if self.stage == 3 and rank not in self.models:
@@ -132,9 +125,7 @@ def check_deepspeed(checkpoint: Path, step: int | None, findings: Findings) -> N
     for folder in folders.values():
         _check_files(folder)
     if regular is not None:
-        how = f"ZeRO-{regular.stage}" if regular.stage else "DeepSpeed without ZeRO"
-        processes = "1 process" if regular.processes == 1 else f"{regular.processes} processes"
-        findings.notes.append(f"written by {processes} under {how}; its optimizer state was not searched for NaN")
+        findings.notes.append(f"written by {regular.job}; its optimizer state was not searched for NaN")
 
 
 def _check_parts(folder: _Folder) -> None:
@@ -182,10 +173,20 @@ def _check_files(folder: _Folder) -> None:
 class ZeroJob:
     """How a job uses DeepSpeed, as far as its checkpoints depend on it."""
 
-    processes: int | None
+    processes: int
     stage: int
     bf16: bool
-    universal: bool
+    universal: bool = False
+
+    def loads(self, other: ZeroJob) -> bool:
+        """Whether it finds all that the other one has written: ZeRO-1 and 2 have the same files."""
+        same_files = (self.stage == 3, self.stage == 0) == (other.stage == 3, other.stage == 0)
+        return same_files and self.processes == other.processes and (self.bf16 == other.bf16 or not other.stage)
+
+    def __str__(self) -> str:
+        processes = "1 process" if self.processes == 1 else f"{self.processes} processes"
+        how = f"ZeRO-{self.stage}" if self.stage else "DeepSpeed without ZeRO"
+        return f"{processes} under {how}{' in bf16' if self.bf16 else ''}"
 
 
 def why_of_another_job(checkpoint: Path, job: ZeroJob | None) -> str | None:
@@ -193,39 +194,24 @@ def why_of_another_job(checkpoint: Path, job: ZeroJob | None) -> str | None:
     Says why a good checkpoint cannot be loaded by the job that is to go on from it, and what to do: DeepSpeed loads
     only what a job of its kind wrote. `job` is `None` for one without DeepSpeed.
     """
-    if not is_of_deepspeed(checkpoint):
-        return None if job is None else _WITHOUT
-    if job is None:
-        return (
-            "its optimizer state is DeepSpeed's, and this job runs without DeepSpeed. What to do: start it with the "
-            "DeepSpeed configuration it had; or put its weights together with zero_to_fp32.py, which lies in it, and "
-            "load them as the model of a new run"
-        )
-    universal, pointer = checkpoint / _LATEST_UNIVERSAL, checkpoint / _LATEST
-    if job.universal:
-        return None if universal.is_file() else _NOT_UNIVERSAL
+    of_deepspeed = is_of_deepspeed(checkpoint)
+    if job is None or not of_deepspeed:
+        if of_deepspeed == (job is not None):
+            return None
+        whose = "it was written by DeepSpeed, and this job runs without" if of_deepspeed else "it is not DeepSpeed's"
+        return f"{whose}. What to do: start the job as before, or load its weights as the model of a new run"
+    pointer = checkpoint / (_LATEST_UNIVERSAL if job.universal else _LATEST)
     if not pointer.is_file():
-        return (
-            'it has become a universal checkpoint. What to do: set "checkpoint": {"load_universal": true} in the '
-            "DeepSpeed configuration"
-        )
-    was = _Folder.named_by(pointer)
-    convert = _CONVERT.format(path=checkpoint, tag=was.path.name)
-    if job.processes is not None and was.processes != job.processes:
-        return (
-            f"it was written by {was.processes} processes, and this job has {job.processes}; DeepSpeed gives each "
-            f"process what the same one has written. What to do: start {was.processes} processes, or {convert}"
-        )
-    # ZeRO-1 and 2 load each other's.
-    if (was.stage == 3, was.stage == 0) != (job.stage == 3, job.stage == 0):
-        return (
-            f"it was written under ZeRO-{was.stage}, and this job runs ZeRO-{job.stage}, which reads other files. "
-            f"What to do: set the stage to {was.stage}, or {convert}"
-        )
-    if was.stage and was.bf16 != job.bf16:
-        told = ("not in bf16", "in bf16") if job.bf16 else ("in bf16", "in another precision")
-        return (
-            f"it was written {told[0]}, and this job trains {told[1]}; DeepSpeed looks for files of other names. What "
-            f"to do: set bf16={was.bf16}"
-        )
-    return None
+        change = "remove" if job.universal else "add"
+        return f'there is no {pointer.name} in it. What to do: {change} "load_universal": true in its configuration'
+    if job.universal:
+        return None
+    folder = _Folder.named_by(pointer)
+    was = folder.job
+    if job.loads(was):
+        return None
+    convert = _CONVERT.format(path=checkpoint, tag=folder.path.name)
+    return (
+        f"it was written by {was}, and this job has {job}; DeepSpeed loads only what such a job has written. What to "
+        f"do: start it as before, or {convert}"
+    )
