@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,7 +20,7 @@ from .checkpoints.choice import CheckpointError, newest_checkpoint_of
 from .checkpoints.marker import step_of
 from .config.healing_config import HealingConfig, as_config
 from .config.schema import ConfigurationError
-from .failures.classify import add_note, classify_exception, describe_exception
+from .failures.classify import classify_exception, describe_exception
 from .failures.recipes import (
     FAILURE_RECIPES,
     Action,
@@ -291,7 +291,6 @@ class SelfHealingTrainer:
     def _enter_until_done(self, recovery: Recovery, resume_from: Any, kwargs: dict[str, Any]) -> TrainOutput:
         entry_rng = RandomState.capture(self.trainer.accelerator.device)
         while True:
-            entry: NextEntry | None
             try:
                 with entry_hooks_removed_on_exception(self.trainer), self._resuming(resume_from):
                     return self._enter(resume_from_checkpoint=resume_from, **kwargs)
@@ -304,13 +303,9 @@ class SelfHealingTrainer:
             except BaseException as error:
                 # A panic of a library in Rust, or a cancelled coroutine, is no `Exception`, and an error all the same.
                 entry = recovery.decide(error, resume_from)
-                if entry is None and recovery.cause is error:
+                if entry is None:
                     raise
                 release_frames(error)
-            if entry is None:
-                assert recovery.cause is not None
-                # Outside the handler, which would put another exception in the place of what it came from.
-                raise recovery.cause
             # Outside the handler: the exception and with it the failed step's activations are gone.
             self._let_go(recovery.run)
             let_go_of_engine(self.trainer)
@@ -454,29 +449,21 @@ class Recovery:
 
     def __init__(self, trainer: Any, run: Run) -> None:
         self.run = run
-        # What ends the run if it cannot go on; an entry that fails before its first batch does not replace it.
-        self.cause: BaseException | None = None
         self._trainer = trainer
         self._config = run.config
         self._ending = run.part(Shutdown)
         self._outside_of_model = MemoryOutsideOfModel(run, trainer)
-        self._entered_in_vain = False
         self._can_enter_again = can_be_entered_again(trainer)
 
     def decide(self, error: BaseException, resume_from: Any) -> NextEntry | None:
-        """Decides what to do about an exception that left `train()`."""
-        if self.cause is None or self._trained_again:
-            self.cause = error
-        entry = None
+        """Decides what to do about an exception that left `train()`; `None` where it is raised unchanged."""
         try:
-            entry = self._decide(error, resume_from, self.cause)
+            return self._decide(error, resume_from)
         except UnrecoverableTrainingError:
             raise
         except Exception:
             logger.exception("self_healing failed while it dealt with %s, which is raised unchanged.", type(error))
-        if entry is None and self.cause is not error:
-            add_note(self.cause, f"self_healing: {_failed_at_entry(error)}.")
-        return entry
+            return None
 
     def prepare(self, entry: NextEntry) -> None:
         """Does what comes before `train()` is entered again, with the trainer given back: waits, and tells of it."""
@@ -490,46 +477,45 @@ class Recovery:
 
     # ---- whose it is, and what cures it ----
 
-    def _decide(self, error: BaseException, resume_from: Any, cause: BaseException) -> NextEntry | None:
+    def _decide(self, error: BaseException, resume_from: Any) -> NextEntry | None:
         failure = classify_exception(error)
         if failure is FailureType.PROCESS_DIED:
             end_workers_that_failed(error)
-        if failure is FailureType.DEVICE:
-            self._leave_lost_device(error, cause)
-            return None
         if failure is FailureType.PREEMPTED:
             self._leave_unfinished_step(error)
         try:
-            return self._plan(error, failure, resume_from, cause)
+            if failure is not FailureType.DEVICE:
+                return self._plan(error, failure, resume_from)
         except UnrecoverableTrainingError:
             raise
         except Exception as failed:
+            # The exception did not say so, and what was to be saved could not be read.
             if classify_exception(failed) is not FailureType.DEVICE:
                 raise
-            # The exception did not say so, and what was to be saved could not be read.
-            self._leave_lost_device(failed, cause)
-            return None
+            verdict = f"{describe_exception(error)}; {text_of(failed)}"
+            error = failed
+        else:
+            verdict = describe_exception(error)
+        # Nothing can be saved and nothing entered again: the process ends, or what ended the run is raised.
+        self._ending.note_lost_device(error, verdict)
+        self._ending.leave_lost_device(error)
+        return None
 
-    def _plan(
-        self, error: BaseException, failure: FailureType, resume_from: Any, cause: BaseException
-    ) -> NextEntry | None:
+    def _plan(self, error: BaseException, failure: FailureType, resume_from: Any) -> NextEntry | None:
         began, step = time.perf_counter(), self._step
         claim = self._first_claim(error)
         incident = self._opened(error, failure) if claim is None else claim.incident
-        if processes.world_size() > 1:
-            self._leave_last_step()
+        several = processes.world_size() > 1
+        if several and self.run.attached is not None:
+            # The job ends, and is perhaps started again: each of its ranks then goes on from what it has left.
+            self.run.part(FinalSnapshot).leave(self.run.attached)
         # Saved before anything else is tried: what follows may fail.
         point, unmoved = self._resume_from(incident, error, failure, resume_from)
         if claim is None or (failure is FailureType.OUT_OF_MEMORY and claim.batch is None):
             # Memory that ran out while another exception was on its way has remedies of its own.
             claim = self._outside_of_model.claim(error, incident) or claim_by_recipe(incident, failure)
-        if claim.remedy is Action.STOP and cause is not error and not self._entered_in_vain:
-            # It need not be the training that fails here, but the way back to it.
-            claim = replace(claim, remedy=Action.RESUME)
-        self._entered_in_vain = cause is not error
-        if claim.remedy is Action.STOP or processes.world_size() > 1 or not self._can_enter_again:
-            verdict = None if cause is error else f"{describe_exception(cause)}; {_failed_at_entry(error)}"
-            self._ending.stop_for_exception(incident, classify_exception(cause), cause, point, verdict)
+        if claim.remedy is Action.STOP or several or not self._can_enter_again:
+            self._ending.stop_for_exception(incident, failure, error, point)
             return None
         if point is None and not unmoved:
             self._stop(incident, failure, error, point, "there is no state to resume from")
@@ -540,11 +526,6 @@ class Recovery:
         self._carry_out(claim, point)
         incident.seconds_lost += time.perf_counter() - began
         return NextEntry(incident, point, claim.wait)
-
-    def _leave_last_step(self) -> None:
-        """The job ends, and is perhaps started again: each of its ranks then goes on from what it has left."""
-        if self.run.attached is not None:
-            self.run.part(FinalSnapshot).leave(self.run.attached)
 
     def _first_claim(self, error: BaseException) -> Claim | None:
         """Asks those inside `train()` in a fixed order; what else one of them was waiting for has not come."""
@@ -590,12 +571,6 @@ class Recovery:
             return newest_checkpoint_of(run.run_id, self._output_dir) or run.part(Attempts).first_resume, False
         return saved["checkpoint"], unmoved
 
-    @property
-    def _trained_again(self) -> bool:
-        """Whether this entry has come as far as the data, so that what it is left by is a failure of its own."""
-        run = self.run
-        return run.broken or (run.attached is not None and run.attached.reentry.has_fetched)
-
     # ---- the run ends ----
 
     def _stop(self, incident: Incident, failure: FailureType, error: BaseException, point: Any, why: str) -> NoReturn:
@@ -607,12 +582,6 @@ class Recovery:
             failure=failure,
             postmortem=path,
         ) from error
-
-    def _leave_lost_device(self, error: BaseException, cause: BaseException) -> None:
-        """Nothing can be saved and nothing entered again: the process ends, or what ended the run is raised."""
-        verdict = describe_exception(error) if cause is error else f"{describe_exception(cause)}; {text_of(error)}"
-        self._ending.note_lost_device(error, verdict)
-        self._ending.leave_lost_device(error)
 
     def _leave_unfinished_step(self, error: BaseException) -> NoReturn:
         """Leaves with the state before the step, which would have taken too long."""
@@ -632,7 +601,3 @@ class Recovery:
     @property
     def _output_dir(self) -> str:
         return str(self._trainer.args.output_dir)
-
-
-def _failed_at_entry(error: BaseException) -> str:
-    return f"train() was entered again and failed before the first batch: {describe_exception(error)}"

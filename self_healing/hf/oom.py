@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -14,22 +13,18 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..failures import recipes
-from ..failures.classify import classify_exception
-from ..failures.recipes import FailureType, TrainingFault
+from ..failures.recipes import TrainingFault
 from ..ranks import votes
 from ..system import processes
 from .batches import preparing
 from .engine import THROUGH
 from .hooks import Failsafe, Hooks
-from .memory import OutOfMemory, Place, caught, free_memory, is_out_of_memory, release_frames
+from .memory import OutOfMemory, Place, caught, is_out_of_memory
 from .patching import Replacements
 from .sections import Heartbeat
 from .step import Window
 from .trainer_state import Bookkeeper, Bookkeeping
 from .view import TrainerView
-
-
-logger = logging.getLogger(__name__)
 
 
 _T = TypeVar("_T")
@@ -87,8 +82,7 @@ class OomRetry:
             self._hooks.on_success()
 
     def until_it_fits(self, compute: Callable[[], _T], discard: Callable[[], None]) -> _T:
-        """Computes what begins with rewinding the step: again with more memory, or once more."""
-        repeated = False
+        """Computes what begins with rewinding the step: again with more memory, where it did not fit."""
         while True:
             try:
                 result = compute()
@@ -109,24 +103,7 @@ class OomRetry:
             ran_out = self.caught(error)
             if ran_out is not None and self.handled(ran_out, self._instrument.window):
                 continue
-            if repeated or not self._may_have_passed(error):
-                raise TrainingFault(error, others_wait) from error
-            repeated = True
-
-    def _may_have_passed(self, error: Exception) -> bool:
-        """Whether what is computed to heal another fault is tried once more: not where other ranks are waiting."""
-        if self._view.world_size > 1:
-            return False
-        if is_out_of_memory(error) and not self._hooks.heals_memory:
-            # Nothing is to be done where training runs out of memory; but this is none of what it computes.
-            release_frames(error)
-            free_memory(self._view.device)
-            return True
-        lasting = (FailureType.OUT_OF_MEMORY, FailureType.DEVICE, FailureType.PROCESS_DIED)
-        if classify_exception(error) in lasting:
-            return False
-        logger.info("Step %d: computed once more.", self._view.step, exc_info=error)
-        return True
+            raise TrainingFault(error, others_wait) from error
 
     @contextlib.contextmanager
     def experiment(self) -> Iterator[None]:
@@ -304,7 +281,7 @@ class OneRankRetry:
         elif after != before:
             # Sent, and not to be sent again: the micro-batch goes on from the buffers that came.
             self._collectives += after - before
-            self._before = replace(self._before, buffers=self._ledger.with_buffers_of_now(self._before).buffers)
+            self._before = self._ledger.with_buffers_of_now(self._before)
         self._entered = after
         return result
 

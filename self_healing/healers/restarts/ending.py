@@ -103,7 +103,6 @@ class Shutdown:
         failure: FailureType,
         error: BaseException,
         resume_from: Any,
-        verdict: str | None = None,
     ) -> str:
         """Ends the run with an exception that left `train()`."""
         run, attempts = self.run, self.attempts
@@ -120,7 +119,7 @@ class Shutdown:
         remedy = incident.evidence.get("remedy") if incident.failure is failure else None
         advice = f"{remedy or FAILURE_RECIPES[failure].advice} {where_to_go_on(emergency or older)}"
         attempts.postmortem = self._write_postmortem(
-            verdict or describe_exception(error), failure, error, emergency, advice, older
+            describe_exception(error), failure, error, emergency, advice, older
         )
         run.journal.dealt_with(incident)
         return advice
