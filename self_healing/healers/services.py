@@ -163,7 +163,7 @@ class ServiceCalls(Healer):
 
     def _mark(self) -> Callable[[], None]:
         """Notes random states and the metrics a reward may log; the function it returns puts them back."""
-        rng = self._instrument.ledger.random_state()
+        rng = RandomState.capture(self._instrument.view.device)
         stores = self._instrument.ledger.mark_stores()
 
         def rewind() -> None:

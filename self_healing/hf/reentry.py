@@ -36,6 +36,7 @@ class Reentry:
         self._trainer = trainer
         self._ledger = ledger
         self._position = position
+        self._device = trainer.accelerator.device
         self._entry_step = int(trainer.state.global_step)
         self.phase = Phase.IDLE
         # As the last finished step has left it, and its number.
@@ -74,7 +75,7 @@ class Reentry:
             rng.restore()
         # Where the run ends before the first step of an epoch, the end of the epoch before was delivered already.
         self._epoch_end_done = self._epoch_end_done or (self._stop and self._position.micro_batches == 0)
-        self._epoch_rng = self._ledger.random_state()
+        self._epoch_rng = RandomState.capture(self._device)
         self._epoch_began = True
         self.after_fetch_rng = None
 
@@ -94,12 +95,12 @@ class Reentry:
         self.phase = Phase.COMPUTING
         self.has_fetched = True
         self._window = window
-        self.after_fetch_rng = RandomState.capture(self._trainer.accelerator.device)
+        self.after_fetch_rng = RandomState.capture(self._device)
 
     def first_step_begins(self) -> None:
         """Called in `on_step_begin`: only here has a resume in mid-epoch loaded the random state of its first step."""
         if self.phase is Phase.COMPUTING:
-            self.after_fetch_rng = self._ledger.random_state()
+            self.after_fetch_rng = RandomState.capture(self._device)
 
     def epoch_ends(self) -> None:
         self._epoch_ended = True
@@ -285,7 +286,7 @@ class Reentry:
             raise TrainingFault(error) from error
         self._stop = self._stop or self._trainer.control.should_training_stop
         self._epoch_end_done = pending.epoch_ended and self.stop_owed
-        self._rng_after_pending = self._ledger.random_state()
+        self._rng_after_pending = RandomState.capture(self._device)
         self._note_best()
 
     def load_random_state(self, original: Callable[..., None], checkpoint: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import logging
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -21,12 +20,8 @@ from ..system import processes
 from ..system.files import GENERATED_FILE
 from ..system.random_state import RandomState
 from .deepspeed import engine_of, zero_of
-from .memory import is_out_of_memory, retry_after_freeing
 from .patching import Replacements
 from .state import LiveState, discard_gradients, live_state_of, unwrap_optimizer
-
-
-logger = logging.getLogger(__name__)
 
 
 # ---- bookkeeping ----
@@ -82,10 +77,6 @@ class Bookkeeper:
         self._moving_buffers: list[str] | None = None
         self._first_buffers: dict[str, torch.Tensor] = {}
 
-    def random_state(self) -> RandomState:
-        """Captures the random states."""
-        return RandomState.capture(self._device)
-
     def capture(
         self,
         since: Bookkeeping | None = None,
@@ -97,7 +88,7 @@ class Bookkeeper:
         attributes, state = vars(trainer), trainer.state
         return Bookkeeping(
             {name: value for name, value in attributes.items() if type(value) in _SCALARS},
-            running_loss if running_loss is not None else self._cloned(trainer._tr_loss),
+            running_loss if running_loss is not None else trainer._tr_loss.detach().clone(),
             state.num_input_tokens_seen,
             state.total_flos,
             len(state.log_history),
@@ -113,7 +104,7 @@ class Bookkeeper:
         if moving is None:
             buffers = [(name, each) for name, each in self._trainer.model.named_buffers() if not each.is_meta]
             if int(self._trainer.state.global_step) == self._entry_step:
-                copies = {name: self._cloned(buffer) for name, buffer in buffers}
+                copies = {name: buffer.detach().clone() for name, buffer in buffers}
                 self._first_buffers = self._first_buffers or copies
                 return copies
             first = self._first_buffers
@@ -121,15 +112,7 @@ class Bookkeeper:
             self._moving_buffers, self._first_buffers = moving, {}
         # By name: a forward may put another tensor in the place of one.
         there = dict(self._trainer.model.named_buffers()) if moving else {}
-        return {name: self._cloned(there[name]) for name in moving if name in there}
-
-    def _cloned(self, tensor: torch.Tensor) -> torch.Tensor:
-        try:
-            return tensor.detach().clone()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        return retry_after_freeing(tensor.detach().clone, self._device)
+        return {name: there[name].detach().clone() for name in moving if name in there}
 
     def restore_buffers(self, bookkeeping: Bookkeeping) -> None:
         """Puts the buffers a forward pass changes back."""
@@ -464,9 +447,8 @@ class Pending:
 
     @classmethod
     def from_dict(cls, entry: Any) -> Self:
-        """Reads it; nothing is pending where it is damaged or there is none."""
-        names = {each.name for each in fields(cls)}
-        return cls(**entry) if isinstance(entry, Mapping) and entry.keys() <= names else cls()
+        """Reads it; nothing is pending where there is none."""
+        return cls(**(entry or {}))
 
 
 @dataclass(slots=True)
@@ -508,13 +490,10 @@ def load_generated(trainer: Any, checkpoint: Path) -> None:
     path = checkpoint / GENERATED_FILE
     if "_buffered_inputs" not in vars(trainer) or not path.is_file():
         return
-    try:
-        device = trainer.accelerator.device
-        # In a process group it is called "cpu:0", which torch.load does not know.
-        location = torch.device("cpu") if device.type == "cpu" else device
-        trainer._buffered_inputs = torch.load(path, map_location=location, weights_only=True)
-    except Exception:
-        logger.warning("%s cannot be read: the rows of this cycle are generated anew.", path, exc_info=True)
+    device = trainer.accelerator.device
+    # In a process group it is called "cpu:0", which torch.load does not know.
+    location = torch.device("cpu") if device.type == "cpu" else device
+    trainer._buffered_inputs = torch.load(path, map_location=location, weights_only=True)
 
 
 # ---- preservation: puts a trainer back as it was, after a dry run ----

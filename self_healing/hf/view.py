@@ -158,13 +158,10 @@ class TrainerView:
 
     def nonfinite_tensors(self) -> list[str]:
         """Names parameters, buffers and optimizer states that hold NaN or Inf."""
-        return self._nonfinite(unwrap_optimizer(self._trainer.optimizer))
+        return self.nonfinite_weights(unwrap_optimizer(self._trainer.optimizer))
 
-    def nonfinite_weights(self) -> list[str]:
+    def nonfinite_weights(self, optimizer: Any = None) -> list[str]:
         """Names parameters and buffers that do."""
-        return self._nonfinite(None)
-
-    def _nonfinite(self, optimizer: Any) -> list[str]:
         partitions = None if self.zero is None else self.zero.partitions()
         return retry_after_freeing(lambda: nonfinite_tensors(self._trainer.model, optimizer, partitions), self.device)
 
