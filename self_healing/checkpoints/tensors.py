@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import pickle
@@ -20,12 +19,6 @@ from .marker import crc32_of
 
 # Numbers that are looked at once.
 _CHUNK = 1 << 22
-# Of `torch.distributed.checkpoint`; written by the first rank when all others have said that they are done.
-_METADATA = ".metadata"
-_METADATA_MODULES = frozenset(
-    {"torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem", "torch", "pathlib"}
-)
-
 
 # ---- findings ----
 
@@ -36,8 +29,9 @@ class Unusable(Exception):
 
 @dataclass(slots=True)
 class Findings:
-    """What is said of a checkpoint that can be used: not looked at, warned of, parts of ranks that are missing."""
+    """What is said of a checkpoint that can be used: its step, not looked at, warned of, missing parts of ranks."""
 
+    step: int = 0
     notes: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -129,62 +123,6 @@ def load_archive(file: Path, findings: Findings | None = None) -> Any:
                     f"{file.name} could not be scanned, because it holds objects of other classes than torch's"
                 )
             return None
-
-
-# ---- directories that all ranks have written together ----
-
-
-class _Metadata(pickle.Unpickler):
-    """Reads `.metadata`, which is made of these modules' classes; anything else in a pickle could be code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return super().find_class(module, name)
-        found = super().find_class(module, name) if module in _METADATA_MODULES and "." not in name else None
-        if not isinstance(found, type | torch.dtype):
-            raise pickle.UnpicklingError(f"{module}.{name} is none of the classes it is made of")
-        return found
-
-
-def check_shards(folder: Path, findings: Findings, masks: bool = False) -> None:
-    """Refuses a directory in which the part of a rank is missing, torn or not finite."""
-    if not (folder / _METADATA).is_file():
-        raise Unusable(f"{folder.name}/{_METADATA} is missing: it is written last, when all ranks have written theirs")
-    with reading(folder / _METADATA), (folder / _METADATA).open("rb") as stream:
-        try:
-            stored = _Metadata(stream).load().storage_data
-        except pickle.UnpicklingError as error:
-            findings.notes.append(f"{folder.name} was not scanned ({error})")
-            return
-    by_file: dict[str, list[tuple[str, Any]]] = {}
-    for index, place in stored.items():
-        by_file.setdefault(str(place.relative_path), []).append((str(index.fqn), place))
-    for name, entries in sorted(by_file.items()):
-        file = folder / name
-        if not file.is_file():
-            raise Unusable(f"{folder.name}/{name} is missing ({_METADATA} names it): the part of one rank")
-        size, needed = file.stat().st_size, max(place.offset + place.length for _, place in entries)
-        if size < needed:
-            raise Unusable(f"{folder.name}/{name} is truncated: {size} bytes, {_METADATA} says {needed}")
-        for tensor, value in _values(file, entries):
-            if is_bad(value, masks):
-                raise Unusable(f"{tensor} in {folder.name}/{name} holds NaN or Inf")
-
-
-def _values(file: Path, entries: list[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of a file, one after the other; settings of an optimizer may well be Inf."""
-    with reading(file), file.open("rb") as stream:
-        for name, place in sorted(entries, key=lambda entry: int(entry[1].offset)):
-            if getattr(place, "transform_descriptors", None):
-                # Compressed: that its bytes are there is all there is to see.
-                continue
-            stream.seek(place.offset)
-            try:
-                value = torch.load(io.BytesIO(stream.read(place.length)), map_location="cpu", weights_only=True)
-            except pickle.UnpicklingError:
-                continue
-            if isinstance(value, torch.Tensor):
-                yield name, value
 
 
 # ---- finite ----

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from .tensors import (
     Unusable,
     check_checksum,
     check_optimizer,
-    check_shards,
     check_weights,
     few,
     in_short,
@@ -31,6 +30,8 @@ from .tensors import (
 
 
 _SENTINEL = "checkpoint-is-incomplete.txt"
+# Of `torch.distributed.checkpoint`; written by the first rank when all others have said that they are done.
+_METADATA = ".metadata"
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -55,17 +56,10 @@ def vet(checkpoint: Path) -> Verdict:
     """Looks at all that a resume would read: that it is there, whole, what was written, and finite. Never raises."""
     marker = load_marker(checkpoint)
     standing = "unmarked" if marker is None else str(marker["standing"])
-    step = number_of(checkpoint)
     findings = Findings()
-    try:
-        _check_directory(checkpoint)
-        step = finished_steps(checkpoint)
-        _examine(checkpoint, step, marker, findings)
-    except Unusable as refusal:
-        return Verdict(str(checkpoint), step, False, str(refusal), standing)
-    except Exception as error:
-        # What the file system or a torn file makes a reader raise is a verdict as well.
-        return Verdict(str(checkpoint), step, False, f"cannot be read ({in_short(error)})", standing)
+    refusal = _refusal(lambda: _examine(checkpoint, marker, findings))
+    if refusal is not None:
+        return Verdict(str(checkpoint), number_of(checkpoint), False, refusal, standing)
     if findings.missing:
         what = "is missing" if len(findings.missing) == 1 else "are missing"
         findings.doubts.insert(
@@ -74,16 +68,18 @@ def vet(checkpoint: Path) -> Verdict:
         )
     whole = not findings.missing
     reason = "; ".join(["complete"] * whole + [*findings.notes, *findings.doubts])
-    return Verdict(str(checkpoint), step, True, reason, standing, tuple(findings.doubts), whole)
+    return Verdict(str(checkpoint), findings.step, True, reason, standing, tuple(findings.doubts), whole)
 
 
 def vet_weights(checkpoint: Path) -> str | None:
     """Says why the weights of a checkpoint cannot be loaded, for a caller that loads nothing else."""
-    findings = Findings()
     checksums = (load_marker(checkpoint) or {}).get(CHECKSUMS, {})
-    try:
-        weights = _weight_files(checkpoint)
-        _check_weights(checkpoint, weights, findings)
+
+    def examine() -> None:
+        weights, findings = _weight_files(checkpoint), Findings()
+        for file in weights:
+            check_weights(file, findings)
+        weights += sorted(checkpoint.glob("pytorch_model_fsdp_*/*"))
         if is_of_deepspeed(checkpoint):
             # Which loads the best model by the same files.
             check_deepspeed(checkpoint, None, findings)
@@ -91,6 +87,20 @@ def vet_weights(checkpoint: Path) -> str | None:
         for file in weights:
             if (expected := checksums.get(str(file.relative_to(checkpoint)))) is not None:
                 check_checksum(file, expected)
+
+    return _refusal(examine)
+
+
+def breach_of_marker(checkpoint: Path) -> str | None:
+    """Names the first file that is gone, of another length or changed since the marker was written, if any is."""
+    marker = load_marker(checkpoint)
+    return None if marker is None else _refusal(lambda: _check_marker(checkpoint, marker))
+
+
+def _refusal(look: Callable[[], None]) -> str | None:
+    """What speaks against a checkpoint; what the file system or a torn file makes a reader raise does as well."""
+    try:
+        look()
     except Unusable as refusal:
         return str(refusal)
     except Exception as error:
@@ -98,23 +108,10 @@ def vet_weights(checkpoint: Path) -> str | None:
     return None
 
 
-def breach_of_marker(checkpoint: Path) -> str | None:
-    """Names the first file that is gone, of another length or changed since the marker was written, if any is."""
-    marker = load_marker(checkpoint)
-    if marker is None:
-        return None
-    try:
-        _check_sizes(checkpoint, marker)
-        _check_checksums(checkpoint, marker)
-    except Unusable as breach:
-        return str(breach)
-    except OSError as error:
-        return f"cannot be read ({in_short(error)})"
-    return None
-
-
-def _examine(checkpoint: Path, step: int, marker: Mapping[str, Any] | None, findings: Findings) -> None:
+def _examine(checkpoint: Path, marker: Mapping[str, Any] | None, findings: Findings) -> None:
     """Looks at everything in a checkpoint; what is cheap to see comes first."""
+    _check_directory(checkpoint)
+    findings.step = _finished_steps(checkpoint)
     weights, optimizers = _weight_files(checkpoint), _optimizer_files(checkpoint)
     _check_random_states(checkpoint, findings, processes.world_size() if marker is None else 1)
     if marker is not None:
@@ -125,13 +122,12 @@ def _examine(checkpoint: Path, step: int, marker: Mapping[str, Any] | None, find
     elif (checkpoint / MARKER_FILE).is_file():
         findings.doubts.append(f"its marker {MARKER_FILE} cannot be read, so it is judged without it")
     _check_configs(checkpoint)
-    _check_weights(checkpoint, weights, findings)
+    for file in weights:
+        check_weights(file, findings)
     for file in optimizers:
         check_optimizer(file, findings)
-    for folder in _folders(checkpoint, "optimizer_*"):
-        check_shards(folder, findings)
     if is_of_deepspeed(checkpoint):
-        check_deepspeed(checkpoint, step, findings)
+        check_deepspeed(checkpoint, findings.step, findings)
     for name in ("scheduler.pt", "scaler.pt"):
         if (checkpoint / name).is_file():
             load_archive(checkpoint / name, findings)
@@ -154,6 +150,11 @@ def _check_sizes(checkpoint: Path, marker: Mapping[str, Any]) -> None:
             raise Unusable(f"{name} {what}: {size} bytes, the marker {MARKER_FILE} says {expected}")
 
 
+def _check_marker(checkpoint: Path, marker: Mapping[str, Any]) -> None:
+    _check_sizes(checkpoint, marker)
+    _check_checksums(checkpoint, marker)
+
+
 def _check_checksums(checkpoint: Path, marker: Mapping[str, Any]) -> None:
     for name, expected in marker.get(CHECKSUMS, {}).items():
         check_checksum(checkpoint / name, expected)
@@ -173,22 +174,16 @@ def _check_directory(checkpoint: Path) -> None:
         raise Unusable(f"{_SENTINEL} is there: the process was killed while it wrote this checkpoint")
 
 
-def finished_steps(checkpoint: Path) -> int:
+def _finished_steps(checkpoint: Path) -> int:
     """Reads how many optimizer steps were finished, and checks the state of the Trainer that says so."""
     file = checkpoint / STATE_FILE
     if not file.is_file():
         raise Unusable(f"{STATE_FILE} is missing: it is written last, so the others may not be whole")
-    try:
-        step = json_object_in(file).get("global_step")
-    except ValueError:
-        raise Unusable(f"{STATE_FILE} is not JSON: it was written in part only, or damaged") from None
-    if not isinstance(step, int) or isinstance(step, bool):
-        raise Unusable(f"{STATE_FILE} has no global_step")
+    with reading(file):
+        step = TrainerState.load_from_json(str(file)).global_step
     number = number_of(checkpoint)
     if number is not None and number != step:
         raise Unusable(f"{STATE_FILE} is of step {step}, not of {number}")
-    with reading(file):
-        TrainerState.load_from_json(str(file))
     return step
 
 
@@ -212,16 +207,9 @@ def _weight_files(checkpoint: Path) -> list[Path]:
         if index.is_file() and not whole:
             files += _shards_of(index)
     files += sorted(checkpoint.glob("pytorch_model_fsdp*.bin"))
-    if not files and not is_of_deepspeed(checkpoint) and not _folders(checkpoint, "pytorch_model_fsdp_*"):
+    if not _has_shards(checkpoint, "pytorch_model_fsdp_*") and not files and not is_of_deepspeed(checkpoint):
         raise Unusable("no weights: there is no model.safetensors, adapter_model.safetensors or other file with them")
     return files
-
-
-def _check_weights(checkpoint: Path, files: list[Path], findings: Findings) -> None:
-    for file in files:
-        check_weights(file, findings)
-    for folder in _folders(checkpoint, "pytorch_model_fsdp_*"):
-        check_shards(folder, findings, masks=True)
 
 
 def _shards_of(index: Path) -> list[Path]:
@@ -233,16 +221,22 @@ def _shards_of(index: Path) -> list[Path]:
     return shards
 
 
-def _folders(checkpoint: Path, pattern: str) -> list[Path]:
-    """Lists the directories of a name that all ranks have written into together."""
-    return sorted(folder for folder in checkpoint.glob(pattern) if folder.is_dir() and any(folder.iterdir()))
+def _has_shards(checkpoint: Path, pattern: str) -> bool:
+    """Whether there is a directory that all ranks have written into together; refuses one that they have not."""
+    folders = [folder for folder in checkpoint.glob(pattern) if folder.is_dir() and any(folder.iterdir())]
+    for folder in folders:
+        if not (folder / _METADATA).is_file():
+            raise Unusable(
+                f"{folder.name}/{_METADATA} is missing: it is written when all ranks have written their parts"
+            )
+    return bool(folders)
 
 
 def _optimizer_files(checkpoint: Path) -> list[Path]:
     """Lists the files with optimizer state, and refuses a checkpoint without any, or without a schedule."""
     deepspeed = is_of_deepspeed(checkpoint)
     files = [file for pattern in _OPTIMIZERS for file in sorted(checkpoint.glob(pattern)) if file.is_file()]
-    if not files and not _folders(checkpoint, "optimizer_*") and not deepspeed:
+    if not _has_shards(checkpoint, "optimizer_*") and not files and not deepspeed:
         raise Unusable("optimizer.pt is missing: no optimizer state, a resume would silently start with fresh moments")
     if not (checkpoint / "scheduler.pt").is_file() and not deepspeed:
         raise Unusable("scheduler.pt is missing: a resume would silently start the learning rate's schedule anew")

@@ -85,9 +85,8 @@ def test_the_first_step_of_a_static_graph_is_not_computed_again_on_one_rank(jobs
 def test_what_cannot_be_split_says_so_at_each_start(jobs: dict[str, Starts]) -> None:
     for start in jobs["averaged"]:
         ends_soon(start)
-        for told in (start["advice"][1], "".join(start["log"])):
-            assert "other ranks take part in a forward of the model" in told
-            assert "Please lower per_device_train_batch_size" in told
+        assert "other ranks take part in a forward of the model" in start["advice"][1]
+        assert "Please lower per_device_train_batch_size" in start["advice"][1]
 
 
 def test_ranks_of_a_sharded_model_that_have_learned_other_sizes_split_alike(jobs: dict[str, Starts]) -> None:

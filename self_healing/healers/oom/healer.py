@@ -87,18 +87,7 @@ class MemoryHealer(Healer):
     def _has_limits(self) -> bool:
         """Whether a size is known not to fit; where all ranks have to split alike, on any of them."""
         limits, view = self._sizes.limits, self._instrument.view
-        if not view.sharded:
-            return limits
-        limits = votes.any_rank("a size is known not to fit", limits, view.device)
-        why = self._why_not_split()
-        if limits and why:
-            logger.warning(
-                "What did not fit in memory in an earlier start will not fit in this one: it cannot be split, because "
-                "%s. %s",
-                why,
-                SMALLER_BATCHES,
-            )
-        return limits
+        return votes.any_rank("a size is known not to fit", limits, view.device) if view.sharded else limits
 
     def _watch(self) -> None:
         """Has each call of the models go over as few rows as it has to, where it can be split."""
@@ -364,25 +353,13 @@ class MemoryHealer(Healer):
         """Undoes a step, if it can. Gives what has become of the weights, and whether they are as before the step."""
         if untouched:
             return "untouched: the optimizer was making its state", True
-        if self._restored():
-            self._instrument.optimizer_step.undone()
-            return "put back from the copy made before the step", True
-        return "some may be updated and others not", False
-
-    def _restored(self) -> bool:
-        """Puts back what was copied before the step, if it was and there is room for it."""
         ring, view = self._backup, self._instrument.view
         before = None if ring is None else ring.candidate
         if ring is None or before is None:
-            return False
-        try:
-            retry_after_freeing(lambda: ring.restore(before, view.live_state()), view.device)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            logger.warning("Step %d: the copy made before the step could not be put back.", view.step)
-            return False
-        return True
+            return "some may be updated and others not", False
+        retry_after_freeing(lambda: ring.restore(before, view.live_state()), view.device)
+        self._instrument.optimizer_step.undone()
+        return "put back from the copy made before the step", True
 
     # ---- one of several processes ----
 
@@ -416,7 +393,7 @@ class MemoryHealer(Healer):
         self._state.write()
         why_not_here = "" if ran_out.alone else one_rank.why_not(ran_out.place)
         here = f"It is not computed again here alone: {why_not_here}. " if why_not_here else ""
-        why = self._why_not_split()
+        why = self._why_never_split or sizes.refused
         then = f"cannot split it: {why}. {SMALLER_BATCHES}" if why else "splits it."
         what = shape or f"{failed.rows} rows"
         return f"{here}{self._state.path.name} says what did not fit ({what}), and the next start of the job {then}"
@@ -427,10 +404,6 @@ class MemoryHealer(Healer):
         if self.config.on_oom != "raise" and self._state.take_over(content, own=False):
             self._watch()
             self._state.write()
-
-    def _why_not_split(self) -> str:
-        """Says why calls of the model are not split, as far as is known by now; empty if they are."""
-        return self._why_never_split or self._sizes.refused
 
     @property
     def _why_never_split(self) -> str:
