@@ -10,7 +10,7 @@ from self_healing.failures import retry
 from self_healing.healers import train_begin_end
 from self_healing.healers.hangs import watchdog
 from self_healing.healers.numerics import learning_rate
-from self_healing.healers.oom import sizes
+from self_healing.healers.oom import calls
 from self_healing.healers.restarts import ending
 from self_healing.hf import sections
 from self_healing.run import incidents, run
@@ -22,7 +22,7 @@ READ_IN: dict[str, tuple[Any, ...]] = {
     "LEARNING_STEPS": (sections,),
     "LONGEST_CALL": (retry,),
     "OUTCOME_STEPS": (incidents,),
-    "PROBE_STEPS": (sizes,),
+    "PROBE_STEPS": (calls,),
     "REFUND_STEPS": (run, learning_rate, train_begin_end),
 }
 

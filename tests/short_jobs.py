@@ -29,7 +29,7 @@ from two_processes import digest_of
 from two_sharded_processes import sharded_on_the_cpu, whole
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.healers.oom.sizes import fingerprint_of
+from self_healing.hf.memory import fingerprint_of
 
 
 STEPS, SAVE_STEPS = 6, 2

@@ -39,7 +39,7 @@ from two_processes import BitFlip
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer
 from self_healing.healers.numerics import replicas
-from self_healing.healers.oom.sizes import fingerprint_of
+from self_healing.hf.memory import fingerprint_of
 from self_healing.hf.state import named_gradients_of
 
 

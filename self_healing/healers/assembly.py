@@ -26,7 +26,7 @@ from .data.quarantine import Quarantine
 from .hangs.healer import HangWatch
 from .numerics.remedies import NumericsRemedies
 from .numerics.state import NumericsState
-from .oom.sizes import MemoryState
+from .oom.healer import MemoryState
 from .restarts.attempts import Attempts
 from .restarts.ending import Shutdown
 from .restarts.preemption import Preemption

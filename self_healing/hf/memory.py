@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
+import logging
 import math
 import re
 import traceback
@@ -17,6 +20,10 @@ from transformers import GenerationMixin, Trainer
 
 from ..failures.classify import classify_exception
 from ..failures.recipes import FailureType, text_of
+from .state import unwrap_optimizer
+
+
+logger = logging.getLogger("self_healing")
 
 
 def free_memory(device: torch.device) -> None:
@@ -60,6 +67,26 @@ def memory_taken(device: torch.device) -> tuple[float, float, float]:
 def memory_of(device: torch.device) -> int | None:
     """Bytes of a CUDA device; `None` of any other."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def fingerprint_of(trainer: Any) -> dict[str, Any]:
+    """Facts that have to be the same for sizes that fitted in one process to fit in another."""
+    device, parameters = trainer.accelerator.device, list(trainer.model.parameters())
+    # Under ZeRO-3 there are elements only while they are gathered.
+    sizes = [int(getattr(each, "ds_numel", each.numel())) for each in parameters]
+    return {
+        "parameters": sum(sizes),
+        "trained": sum(size for size, each in zip(sizes, parameters, strict=True) if each.requires_grad),
+        "dtypes": sorted({str(each.dtype) for each in parameters}),
+        "precision": str(trainer.accelerator.mixed_precision),
+        "activation_checkpointing": bool(getattr(trainer.args, "gradient_checkpointing", False)),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "memory": memory_of(device),
+        "processes": int(trainer.args.world_size),
+    }
+
+
+# ---- out of memory ----
 
 
 _T = TypeVar("_T")
@@ -155,6 +182,75 @@ def is_out_of_memory(error: BaseException) -> bool:
     return classify_exception(error) is FailureType.OUT_OF_MEMORY
 
 
+def drop_requests(trainer: Any) -> bool:
+    """
+    Drops what a call that raised has left in a vLLM engine of this process, which the next call would answer together
+    with its own prompts: each row would get the completions of another. Whether nothing is left.
+    """
+    engine = getattr(getattr(getattr(trainer, "vllm_generation", None), "llm", None), "llm_engine", None)
+    if engine is None:
+        return True
+    try:
+        if engine.has_unfinished_requests():
+            # Newer versions know them by another name than the one they were given.
+            internal = "internal" in inspect.signature(engine.abort_request).parameters
+            left = list(engine.output_processor.request_states)
+            engine.abort_request(left, **({"internal": True} if internal else {}))
+        return not engine.has_unfinished_requests()
+    except Exception:
+        logger.warning("What a failed call has left in the vLLM engine cannot be dropped.", exc_info=True)
+        return False
+
+
+# ---- settings of a model and an optimizer that take less memory for the same result, until the trainer is given back
+
+
+def checkpoint_activations(instrument: Any) -> bool:
+    """Switches activation checkpointing on, if the model supports it; whether that changed anything."""
+    model: Any = instrument.trainer.model
+    if _checkpoints(model) or not getattr(model, "supports_gradient_checkpointing", False):
+        return False
+    inputs_needed_gradients = hasattr(model, "_require_grads_hook")
+    _tell(model, "enable", {"use_reentrant": False})
+    if not _checkpoints(model):
+        return False
+
+    def switch_off() -> None:
+        _tell(model, "disable")
+        if not inputs_needed_gradients and hasattr(model, "_require_grads_hook"):
+            model.disable_input_require_grads()
+
+    instrument.on_detach.append(switch_off)
+    return True
+
+
+# Renamed in transformers 5.2x; the old names warn there.
+def _checkpoints(model: Any) -> bool:
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    return bool(next((found for name in names if (found := getattr(model, name, None)) is not None), False))
+
+
+def _tell(model: Any, what: str, options: dict[str, Any] | None = None) -> None:
+    for name in ("activation", "gradient"):
+        method = getattr(model, f"{name}_checkpointing_{what}", None)
+        if method is not None:
+            method(**({} if options is None else {f"{name}_checkpointing_kwargs": options}))
+            return
+
+
+def update_one_by_one(instrument: Any) -> bool:
+    """Has an optimizer of torch update parameter by parameter: all at once takes as much memory again as they do."""
+    groups = getattr(unwrap_optimizer(instrument.trainer.optimizer), "param_groups", [])
+    at_once = [group for group in groups if group.get("foreach", False) is not False and not group.get("fused")]
+    for group in at_once:
+        instrument.on_detach.append(functools.partial(group.__setitem__, "foreach", group["foreach"]))
+        group["foreach"] = False
+    return bool(at_once)
+
+
+# ---- a smaller batch ----
+
+
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
     """Sizes before and after; their product stays."""
@@ -174,3 +270,52 @@ def change_batch(trainer: Any, plan: BatchPlan) -> None:
     trainer.args.gradient_accumulation_steps = plan.accumulation
     # Read from the arguments once, in the constructor.
     trainer._train_batch_size = plan.rows
+
+
+class CannotReduce(Exception):
+    """Raised where a smaller batch would change what is trained; the message says why."""
+
+
+def smaller_batch(trainer: Any, objective: str, refused: str = "") -> BatchPlan:
+    """Finds the next smaller size, by the smallest factor that divides it."""
+    args = trainer.args
+    rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    factor = next((factor for factor in range(2, rows + 1) if rows % factor == 0), None)
+    if factor is None:
+        raise CannotReduce(f"per_device_train_batch_size is {rows} already")
+    plan = BatchPlan(rows // factor, accumulation * factor, rows, accumulation)
+    kinds = getattr(trainer, "loss_types", None) or []
+    if objective == "kto":
+        raise CannotReduce("KTO subtracts a statistic of the micro-batch")
+    if objective == "dpo" and any(str(kind).startswith("aot") for kind in kinds):
+        raise CannotReduce("the loss sorts the micro-batch")
+    coupled = "batch normalisation" in refused or "depend on each other" in refused
+    if why := (refused if coupled else "") or _why_not(trainer, plan):
+        raise CannotReduce(why)
+    return plan
+
+
+def _why_not(trainer: Any, plan: BatchPlan) -> str:
+    args = trainer.args
+    if hasattr(args, "num_generations"):
+        return "generations are made for batches of the size there is"
+    if args.n_gpu > 1:
+        return "several devices share the batch of this process"
+    if args.train_sampling_strategy == "group_by_length":
+        return "rows are grouped by length within batches, and would come in another order"
+    loader = trainer.callback_handler.train_dataloader
+    try:
+        before = len(loader)
+        total = len(trainer.train_dataset)
+    except TypeError:
+        return "the data are a stream: a resume could not tell where it stood"
+    if getattr(getattr(loader, "batch_sampler", None), "batch_size", plan.rows_before) != plan.rows_before:
+        return "the batches do not come in the size of per_device_train_batch_size"
+    rounded = math.floor if args.dataloader_drop_last else math.ceil
+    share = total / (trainer.accelerator.num_processes or 1)
+    if before != rounded(share / plan.rows_before):
+        return "it is not known how the data become batches"
+    after = rounded(share / plan.rows)
+    if math.ceil(before / plan.accumulation_before) != math.ceil(after / plan.accumulation):
+        return "an epoch would have another number of optimizer steps"
+    return ""

@@ -355,15 +355,11 @@ class EarlyStop:
             # Only the end of the run is left, with the last evaluation and the best model: it is not cut short.
             return False
         if not self.begun:
-            self.begun = True
-            self._keep_what_is_saved()
+            self.begun, args = True, self._trainer.args
+            # A run that leaves is not at its end, where the best checkpoint would replace the newest.
+            self._theirs = args.load_best_model_at_end, args.save_total_limit
+            args.load_best_model_at_end, args.save_total_limit = False, None
         return True
-
-    def _keep_what_is_saved(self) -> None:
-        """Keeps the newest checkpoint: a run that leaves is not at its end, where the best one would replace it."""
-        args = self._trainer.args
-        self._theirs = args.load_best_model_at_end, args.save_total_limit
-        args.load_best_model_at_end, args.save_total_limit = False, None
 
     def detach(self) -> None:
         if self._theirs is not None:

@@ -108,7 +108,7 @@ class Bookkeeper:
                 self._first_buffers = self._first_buffers or copies
                 return copies
             first = self._first_buffers
-            moving = [name for name, buffer in buffers if not _same(first.get(name), buffer)]
+            moving = [name for name, buffer in buffers if name not in first or not torch.equal(first[name], buffer)]
             self._moving_buffers, self._first_buffers = moving, {}
         # By name: a forward may put another tensor in the place of one.
         there = dict(self._trainer.model.named_buffers()) if moving else {}
@@ -225,10 +225,6 @@ class Bookkeeper:
             trainer._buffered_inputs = None
 
 
-def _same(before: torch.Tensor | None, now: torch.Tensor) -> bool:
-    return before is not None and before.shape == now.shape and torch.equal(before, now)
-
-
 def _plain_metrics(store: Any) -> Any:
     """A metrics store as JSON; values that are not numbers are left out."""
     if isinstance(store, Mapping):
@@ -239,8 +235,6 @@ def _plain_metrics(store: Any) -> Any:
 # ---- resume record: what a resume reads of a checkpoint beside weights and optimizer state, without its files ----
 
 
-# Fields of the optimizer's groups that are no settings.
-_NO_SETTINGS = frozenset({"params"})
 # Methods of the Trainer that read a checkpoint, and whose own we know.
 _LOADS = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state")
 _KNOWN = frozenset({"transformers", "trl"})
@@ -277,7 +271,7 @@ class ResumeRecord:
             scheduler=trainer.lr_scheduler.state_dict(),
             scaler=None if scaler is None else scaler.state_dict(),
             groups=[
-                {name: _on_the_host(value) for name, value in group.items() if name not in _NO_SETTINGS}
+                {name: _on_the_host(value) for name, value in group.items() if name != "params"}
                 for group in unwrap_optimizer(trainer.optimizer).param_groups
             ],
             random=random,

@@ -16,8 +16,7 @@ from transformers import (
     set_seed,
 )
 
-from self_healing.healers.oom.calls import ModelCalls
-from self_healing.healers.oom.sizes import KnownSizes
+from self_healing.healers.oom.calls import KnownSizes, ModelCalls
 
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -14,7 +14,8 @@ from test_memory import TooManyRows, out_of_memory
 from trl.generation.vllm_generation import VLLMGeneration
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
-from self_healing.healers.oom.sizes import SIZES_FILE, KnownSizes, MemoryState
+from self_healing.healers.oom.calls import KnownSizes
+from self_healing.healers.oom.healer import SIZES_FILE, MemoryState
 from self_healing.hf.batches import CallShape
 from self_healing.hf.memory import caught
 

@@ -45,7 +45,7 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.healers.oom.sizes import SIZES_FILE
+from self_healing.healers.oom.healer import SIZES_FILE
 
 
 def out_of_memory(rows: int) -> torch.OutOfMemoryError:

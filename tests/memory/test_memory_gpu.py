@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, Target
-from self_healing.healers.oom.sizes import SIZES_FILE
+from self_healing.healers.oom.healer import SIZES_FILE
 from self_healing.hf.state import live_state_of
 from self_healing.rollback.host_memory import TRANSFERS, Transfer, size_of
 from self_healing.rollback.ring import SnapshotRing

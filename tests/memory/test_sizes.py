@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from self_healing.healers.oom.sizes import KnownSizes
+from self_healing.healers.oom.calls import KnownSizes
 from self_healing.hf.batches import CallShape
 
 

@@ -1,5 +1,5 @@
 """
-The calls of a model, run over fewer rows at a time; shape suffixes: B rows of a batch, T tokens.
+The calls of a model, run over as many rows at a time as are known to fit; B rows of a batch, T tokens.
 
 A loss is computed from what a model gives for a batch: here it sees the outputs of all rows, whichever way these were
 computed. That is exact for every loss and every metric, as long as the model treats its rows one by one, and needs no
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,218 @@ from torch.utils.checkpoint import checkpoint
 from ...hf.batches import CallShape, Kind, Layout, segments_of, select_rows
 from ...hf.state import is_sharded
 from ...ranks import votes
-from .sizes import KnownSizes
+
+
+# ---- sizes that fitted ----
+
+
+# Steps after which a size that did not fit is tried again. The wait doubles whenever that fails.
+PROBE_STEPS = 50
+
+
+@dataclass(slots=True)
+class _Frontier:
+    """The largest sizes (rows, length) of one kind of call that did fit, and the smallest that did not."""
+
+    wait: int
+    # The step from which on a size that has failed is tried again.
+    next_retry: int = 0
+    fits: list[tuple[int, int]] = field(default_factory=list)
+    fails: list[tuple[int, int]] = field(default_factory=list)
+
+    def fit(self, rows: int, length: int) -> bool:
+        """Takes in a size that fitted; whether that is news."""
+        if any(r >= rows and n >= length for r, n in self.fits):
+            return False
+        self.fits = [(r, n) for r, n in self.fits if r > rows or n > length] + [(rows, length)]
+        self.fails = [(r, n) for r, n in self.fails if r > rows or n > length]
+        return True
+
+    def fail(self, rows: int, length: int) -> None:
+        """Takes in a size that did not."""
+        self.fits = [(r, n) for r, n in self.fits if r < rows or n < length]
+        self.fails = [(r, n) for r, n in self.fails if r < rows or n < length] + [(rows, length)]
+
+    def most(self, length: int) -> int:
+        """The most rows of this length that are known to fit; 0 if none are."""
+        return max((r for r, n in self.fits if n >= length), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """A number of rows that is tried beyond those known to fit."""
+
+    kind: Kind
+    rows: int
+    failed_before: bool
+
+
+class KnownSizes:
+    """Remembers which sizes of model calls fitted, and tells how many rows of the next one may run at a time."""
+
+    def __init__(self, probe_steps: int | None = None) -> None:
+        self._base_wait = PROBE_STEPS if probe_steps is None else probe_steps
+        self._frontiers: dict[Kind, _Frontier] = {
+            "train": _Frontier(self._base_wait),
+            "forward": _Frontier(self._base_wait),
+            "generate": _Frontier(self._base_wait),
+        }
+        self.step = 0
+        self._seen: list[CallShape] = []
+        self._trying: _Try | None = None
+        # Where a failure ends the job (several processes): one row where nothing is known, unless one more failure can
+        # most likely be healed; and half of what failed at most.
+        self.failure_is_fatal = self.may_fail_once = False
+        # Where every call has to be made whole, whatever fits: other ranks take part in it.
+        self.made_together = False
+        self.begun: dict[Kind, CallShape] = {}
+        self.last_begun: CallShape | None = None
+        self.changed = False
+        # Most pieces of one call or step since the last log, and why one was made whole, since the last incident.
+        self.pieces = 1
+        self.refused = ""
+        # Whether a pass of a step, or an experiment, is computed: its calls have as many rows as they are to have.
+        self.in_passes = False
+
+    @property
+    def limits(self) -> bool:
+        """Whether anything has ever failed."""
+        return any(frontier.fails for frontier in self._frontiers.values())
+
+    # ---- how many rows ----
+
+    def rows_for(self, shape: CallShape) -> int:
+        """Gives how many rows of a call of this size may run at a time, at least 1; notes a size that is tried."""
+        known = self.known_rows(shape)
+        if not self._fails(shape.kind) or self._trying is not None:
+            return known
+        if self._most(shape) == 0 and known > 1:
+            self._trying = _Try(shape.kind, known, failed_before=False)
+        elif known < shape.rows:
+            # Of those that a call falls into evenly, half as many pieces.
+            pieces = -(-shape.rows // known)
+            self._trying = self._larger(shape, -(-shape.rows // -(-pieces // 2)))
+        return known if self._trying is None else self._trying.rows
+
+    def known_rows(self, shape: CallShape) -> int:
+        """Gives how many of its rows are known to fit; where nothing is known, half as many tokens as failed."""
+        if not self._fails(shape.kind):
+            return shape.rows
+        most = self._most(shape)
+        if most == 0:
+            cautious = self.failure_is_fatal and not self.may_fail_once and shape.kind != "generate"
+            most = 1 if cautious else self._half_of_what_failed(shape)
+        # What has failed itself counts more than what fitted with gradients (another model, another state of memory).
+        failed = [rows for rows, length in self._frontiers[shape.kind].fails if length <= shape.length]
+        return max(min([most, shape.rows, *(rows - 1 for rows in failed)]), 1)
+
+    def _larger(self, shape: CallShape, rows: int) -> _Try | None:
+        """A try of more rows than are known to fit: at once, or later if they are known to fail."""
+        failed_before = any(rows >= r and shape.length >= n for r, n in self._fails(shape.kind))
+        if self.failure_is_fatal and rows > self._half_of_what_failed(shape):
+            return None
+        waits = failed_before or self.failure_is_fatal
+        if waits and self.step < self._frontiers[shape.kind].next_retry:
+            return None
+        return _Try(shape.kind, rows, failed_before)
+
+    def _most(self, shape: CallShape) -> int:
+        return max(each.most(shape.length) for each in self._frontiers_for(shape.kind))
+
+    def _half_of_what_failed(self, shape: CallShape) -> int:
+        """Rows of this length with half as many tokens as the smallest call that failed."""
+        return min(rows * length for rows, length in self._fails(shape.kind)) // 2 // shape.length
+
+    def _fails(self, kind: Kind) -> list[tuple[int, int]]:
+        return [each for frontier in self._frontiers_for(kind) for each in frontier.fails]
+
+    def _frontiers_for(self, kind: Kind) -> tuple[_Frontier, ...]:
+        """Without gradients a call needs no more than with; how much less is only known once it has run."""
+        own = self._frontiers[kind]
+        return (own, self._frontiers["train"]) if kind == "forward" else (own,)
+
+    # ---- what ran ----
+
+    def begins(self, shape: CallShape) -> None:
+        """A call of this size begins; if it does not fit, this is the one."""
+        self.begun[shape.kind] = self.last_begun = shape
+
+    def ran(self, shape: CallShape) -> None:
+        """A call of this size came through its forward pass; what is known of it waits for its backward."""
+        self._seen.append(shape)
+
+    def on_success(self) -> None:
+        """Notes that everything which ran since the last failure fitted, backward included."""
+        seen = self._seen
+        self.forget_attempt()
+        if not seen or not self.limits:
+            return
+        for shape in seen:
+            self.changed |= self._frontiers[shape.kind].fit(shape.rows, shape.length)
+        tried, self._trying = self._trying, None
+        if tried is not None and tried.failed_before:
+            # Growing as long as it goes well.
+            self._frontiers[tried.kind].wait = self._base_wait
+
+    def failed(self, shape: CallShape, with_gradients: bool = True) -> None:
+        """A call of this size did not fit; in an evaluation that says nothing about calls `with_gradients`."""
+        self.forget_attempt()
+        kinds: set[Kind] = {shape.kind}
+        if with_gradients and shape.kind == "forward" and self._frontiers["train"].most(shape.length) < shape.rows:
+            # With gradients it needs more; unless it did fit, and another model is the larger one.
+            kinds.add("train")
+        for kind in kinds:
+            self._frontiers[kind].fail(shape.rows, shape.length)
+        tried, self._trying = self._trying, None
+        if tried is not None and (tried.failed_before or self.failure_is_fatal):
+            self._frontiers[tried.kind].wait *= 2
+        # Calls without gradients go by what failed with them.
+        waiting: set[Kind] = {*kinds, "forward"} if "train" in kinds else kinds
+        for kind in waiting:
+            self._frontiers[kind].next_retry = self.step + self._frontiers[kind].wait
+        self.changed = True
+
+    def is_tried(self, shape: CallShape) -> bool:
+        """Whether a call of this size runs because it was to be tried, and not because it could not be split."""
+        return self._trying is not None and shape.kind == self._trying.kind and shape.rows <= self._trying.rows
+
+    def forget_attempt(self) -> None:
+        """Forgets the calls since the last failure: they run again."""
+        self._seen = []
+        self.begun.clear()
+        self.last_begun = None
+
+    def more_room(self) -> None:
+        """Less memory is needed per row from now on: what failed may fit."""
+        for kind in ("train", "forward"):
+            self._frontiers[kind] = _Frontier(self._base_wait)
+        self._trying = None
+        self.changed = True
+
+    # ---- for other processes ----
+
+    def state_dict(self) -> dict[str, Any]:
+        frontiers: dict[str, Any] = {
+            kind: {"fits": each.fits, "fails": each.fails} for kind, each in self._frontiers.items()
+        }
+        return {**frontiers, "made_together": self.made_together}
+
+    def load_state_dict(self, state: Mapping[str, Any], own: bool = True) -> None:
+        """
+        Takes over what did not fit in another process; what did fit from an earlier start of this rank (`own`) only:
+        another one may have more memory.
+        """
+        self.made_together |= bool(state.get("made_together"))
+        for kind, frontier in self._frontiers.items():
+            known = state.get(kind, {})
+            for rows, length in known.get("fails", []):
+                frontier.fail(int(rows), int(length))
+            for rows, length in known.get("fits", []) if own else []:
+                frontier.fit(int(rows), int(length))
+            frontier.next_retry = self.step + frontier.wait
+
+
+# ---- calls ----
 
 
 IGNORED_LABEL = -100

@@ -2,32 +2,145 @@
 
 from __future__ import annotations
 
-import inspect
+import json
 import logging
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from transformers import TrainingArguments
 
 from ...failures.classify import classify_exception
 from ...failures.recipes import FAILURE_RECIPES, Action, FailureType, text_of
 from ...hf.adapter import Instrument
 from ...hf.batches import CallShape
-from ...hf.memory import OutOfMemory, free_memory, is_out_of_memory, retry_after_freeing
+from ...hf.memory import (
+    CannotReduce,
+    OutOfMemory,
+    change_batch,
+    checkpoint_activations,
+    drop_requests,
+    fingerprint_of,
+    free_memory,
+    is_out_of_memory,
+    retry_after_freeing,
+    smaller_batch,
+    update_one_by_one,
+)
 from ...hf.patching import Interception
 from ...hf.step import Window
 from ...journal.incident import Incident
 from ...ranks import votes
 from ...rollback.ring import SnapshotRing
-from ...run.healer import Claim, Healer, HealingContext, claim_by_recipe
+from ...run.healer import CarryOut, Claim, Healer, HealingContext, claim_by_recipe
 from ...run.incidents import OpenIncident
 from ...run.run import Run
 from ...system import processes
-from .calls import ModelCalls
+from ...system.files import of_rank, replace_file
+from .calls import KnownSizes, ModelCalls
 from .microbatches import Microbatches, may_compute_in_passes
-from .sizes import CannotReduce, MemoryState, checkpoint_activations, smaller_batch, update_one_by_one
 
 
 logger = logging.getLogger("self_healing")
+
+
+SIZES_FILE = "healing_sizes.json"
+_VERSION = 1
+
+
+# ---- what a run knows of its memory, and what it does to need less of it ----
+
+
+class MemoryState:
+    """
+    With which sizes, and whether with activation checkpointing, a run is known to fit into memory: kept in
+    `healing_sizes.json` of the run directory, one for each rank. Its actions make a step need less.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.sizes = KnownSizes()
+        self.checkpointing_activations = False
+
+    @property
+    def path(self) -> Path:
+        """The file of this rank."""
+        return of_rank(self._run.directory / SIZES_FILE, self._run.journal.rank)
+
+    def write(self) -> None:
+        """Writes down what is known to fit this model on this device."""
+        try:
+            replace_file(self.path, json.dumps(self.content(), indent=1) + "\n")
+        except OSError as error:
+            logger.warning("%s could not be written (%s): the next start has to learn it again.", self.path, error)
+
+    def content(self) -> dict[str, Any]:
+        return {
+            "version": _VERSION,
+            "for": fingerprint_of(self._run.instrument.trainer),
+            "checkpointing_activations": self.checkpointing_activations,
+            "sizes": self.sizes.state_dict(),
+        }
+
+    def take_over(self, content: Mapping[str, Any], own: bool) -> bool:
+        """Takes over what another process knows; `False` if it is about another model or device."""
+        if content["version"] != _VERSION or content["for"] != fingerprint_of(self._run.instrument.trainer):
+            return False
+        self.sizes.load_state_dict(content["sizes"], own)
+        return True
+
+    def read(self) -> None:
+        """Takes over what did not fit in an earlier process, on any rank, if it was the same model and device."""
+        for path in sorted(self._run.directory.glob("healing_sizes*.json")):
+            try:
+                content = json.loads(path.read_text(encoding="utf-8"))
+                if self.take_over(content, own=path == self.path):
+                    self.checkpointing_activations |= bool(content["checkpointing_activations"])
+            except Exception as error:
+                logger.warning("%s cannot be read and is not used: %s", path, error)
+        if self.sizes.limits:
+            logger.info("%s: batches that did not fit in an earlier start are split from the beginning.", self.path)
+
+    def table(self) -> dict[Action, CarryOut]:
+        """The actions, and what does each."""
+        return {
+            Action.FREE_MEMORY: self._free_memory,
+            Action.SPLIT_BATCH: self._split_batch,
+            Action.CHECKPOINT_ACTIVATIONS: self._checkpoint_activations,
+            Action.REDUCE_BATCH_SIZE: self._reduce_batch_size,
+        }
+
+    def _free_memory(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        free_memory(context.running.trainer.accelerator.device)
+        return {}
+
+    def _split_batch(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        shape = context.shape
+        assert shape is not None
+        self.sizes.failed(shape, with_gradients=context.window is not None)
+        at_a_time = self.sizes.known_rows(shape)
+        return {"call": shape.kind, "did_not_fit": [shape.rows, shape.length], "at_a_time": at_a_time}
+
+    def _checkpoint_activations(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        if not checkpoint_activations(context.running):
+            return {"checkpointing": False, "happened": False, "why": "it is on already, or the model cannot do it"}
+        self.checkpointing_activations = True
+        self.sizes.more_room()
+        context.incident.figures.append("activation checkpointing is on from here on")
+        return {"checkpointing": True}
+
+    def _reduce_batch_size(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        plan = context.batch
+        assert plan is not None
+        change_batch(context.running.trainer, plan)
+        context.incident.figures.append(
+            f"per_device_train_batch_size from {plan.rows_before} to {plan.rows}, gradient_accumulation_steps from "
+            f"{plan.accumulation_before} to {plan.accumulation}"
+        )
+        if context.running.objective.name not in ("sft", "dpo", "reward", "generic"):
+            context.incident.figures.append("a loss that looks at the whole micro-batch sees fewer rows from here on")
+        return plan.to_dict()
 
 
 # ---- healer ----
@@ -511,26 +624,6 @@ class MemoryOutsideOfModel:
             else:
                 return Claim(incident, Action.REDUCE_BATCH_SIZE, batch=plan)
         return Claim(incident, Action.FREE_MEMORY if step > last else Action.STOP)
-
-
-def drop_requests(trainer: Any) -> bool:
-    """
-    Drops what a call that raised has left in a vLLM engine of this process, which the next call would answer together
-    with its own prompts: each row would get the completions of another. Whether nothing is left.
-    """
-    engine = getattr(getattr(getattr(trainer, "vllm_generation", None), "llm", None), "llm_engine", None)
-    if engine is None:
-        return True
-    try:
-        if engine.has_unfinished_requests():
-            # Newer versions know them by another name than the one they were given.
-            internal = "internal" in inspect.signature(engine.abort_request).parameters
-            left = list(engine.output_processor.request_states)
-            engine.abort_request(left, **({"internal": True} if internal else {}))
-        return not engine.has_unfinished_requests()
-    except Exception:
-        logger.warning("What a failed call has left in the vLLM engine cannot be dropped.", exc_info=True)
-        return False
 
 
 # ---- advice: words for an out-of-memory error: how much did not fit, and what to do about it ----

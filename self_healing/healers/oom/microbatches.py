@@ -24,8 +24,7 @@ from ...hf.adapter import Instrument
 from ...hf.batches import CallShape, Layout, layout_of, select_rows
 from ...hf.objective import has_own_loss
 from ...hf.patching import Replacements
-from .calls import IGNORED_LABEL, CannotSplit, groups_of_segments, main_input, spans
-from .sizes import KnownSizes
+from .calls import IGNORED_LABEL, CannotSplit, KnownSizes, groups_of_segments, main_input, spans
 
 
 # What the loss of some rows may count for.
