@@ -132,11 +132,8 @@ class SelfHealingTrainer:
         for callback in callbacks or ():
             trainer.add_callback(callback)
         existing = self._find_callback()
-        self.config = config = as_config(existing.config if config is None and existing is not None else config)
-        if existing is None:
-            trainer.add_callback(SelfHealingCallback(config))
-        else:
-            self._put_config_in_force(existing)
+        self.config = as_config(existing.config if config is None and existing is not None else config)
+        self._put_callback_in_force()
         self._sleep = sleep
         self._run: Run | None = None
 
@@ -216,8 +213,9 @@ class SelfHealingTrainer:
             if self.config.on_preemption == "save":
                 run.part(Preemption).listen()
             output = self._enter_until_done(Recovery(self.trainer, run), start.checkpoint, kwargs)
-            if run.part(Preemption).begun and not self._at_the_end():
-                run.part(Preemption).leave(int(self.trainer.state.global_step), self.trainer.args.output_dir)
+            state = self.trainer.state
+            if run.part(Preemption).begun and state.global_step < state.max_steps:
+                run.part(Preemption).leave(int(state.global_step), self.trainer.args.output_dir)
         except BaseException as error:
             left_by = error
             run.part(HangWatch).left_by(error)
@@ -232,7 +230,7 @@ class SelfHealingTrainer:
                 run.part(Preemption).release,
                 partial(self._let_go, run),
                 partial(leave_snapshots, run),
-                partial(self._release_states, run),
+                *([] if run.device_lost else [run.rollback.release]),
                 guard.detach,
                 partial(reporting.sum_up, int(self.trainer.state.global_step)),
                 run.part(HangWatch).close,
@@ -282,17 +280,13 @@ class SelfHealingTrainer:
             note_start(run.journal, start, args.output_dir)
         return run, start
 
-    def _at_the_end(self) -> bool:
-        state = self.trainer.state
-        return 0 < int(state.max_steps) <= int(state.global_step)
-
     # ---- entering train() ----
 
     def _enter_until_done(self, recovery: Recovery, resume_from: Any, kwargs: dict[str, Any]) -> TrainOutput:
         entry_rng = RandomState.capture(self.trainer.accelerator.device)
         while True:
             try:
-                with entry_hooks_removed_on_exception(self.trainer), self._resuming(resume_from):
+                with entry_hooks_removed_on_exception(self.trainer), self._resuming(recovery.run, resume_from):
                     return self._enter(resume_from_checkpoint=resume_from, **kwargs)
             except StateUnusable as error:
                 resume_from = self._start_from_disk(recovery.run, error)
@@ -337,12 +331,11 @@ class SelfHealingTrainer:
         output: TrainOutput = self.trainer.train(**kwargs)
         return output
 
-    def _resuming(self, resume: Any) -> contextlib.AbstractContextManager[None]:
-        run = self._run
-        memory = None if run is None else run.part(Attempts).memory
-        if run is not None and memory is not None and memory.checkpoint == resume:
-            return memory.loading(self.trainer, partial(note_memory_start, run.journal))
-        return contextlib.nullcontext()
+    def _resuming(self, run: Run, resume: Any) -> contextlib.AbstractContextManager[None]:
+        memory = run.part(Attempts).memory
+        if memory is None or memory.checkpoint != resume:
+            return contextlib.nullcontext()
+        return memory.loading(self.trainer, partial(note_memory_start, run.journal))
 
     def _let_go(self, run: Run) -> None:
         """The trainer is itself again, and nothing holds on to the failed step."""
@@ -352,10 +345,6 @@ class SelfHealingTrainer:
                 return
             run.attached.reentry.release()
             run.attached = None
-
-    def _release_states(self, run: Run) -> None:
-        if not run.device_lost:
-            run.rollback.release()
 
     def _switch_off_auto_find_batch_size(self) -> None:
         if self.trainer.args.auto_find_batch_size:
@@ -373,18 +362,11 @@ class SelfHealingTrainer:
         return None
 
     def _put_callback_in_force(self) -> None:
-        """Adds a callback that was removed since this object was made: without it nothing is healed in a step."""
+        """Without a callback of these settings in the trainer, nothing is healed in a step."""
         callback = self._find_callback()
-        if callback is not None:
-            self._put_config_in_force(callback)
+        if callback is None:
+            self.trainer.add_callback(SelfHealingCallback(self.config))
             return
-        logger.warning(
-            "The trainer's SelfHealingCallback has been removed, and is added again: without it no step would be "
-            "watched. For a run that is not healed, please call train() of the trainer itself."
-        )
-        self.trainer.add_callback(SelfHealingCallback(self.config))
-
-    def _put_config_in_force(self, callback: SelfHealingCallback) -> None:
         theirs, ours = callback.config.to_dict(), self.config.to_dict()
         changed = [f"{name}={value!r} (was {theirs[name]!r})" for name, value in ours.items() if value != theirs[name]]
         if not changed:

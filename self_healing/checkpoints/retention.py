@@ -316,7 +316,9 @@ class RunCheckpoints:
         others = [*kept, *(entry for _, entry in numbered(self._output_dir))]
         for pin in kept:
             trusted = ((marker := read_marker(other)) and speaks_for(marker) for other in others if other != pin)
-            if _unshared_size_of(pin) > 0 and any(trusted):
+            # Bytes that no other hard link holds.
+            frees = any(status.st_nlink == 1 and status.st_size for status in map(Path.stat, files_of(pin)))
+            if frees and any(trusted):
                 return pin
         return None
 
@@ -375,11 +377,6 @@ class RunCheckpoints:
 
 def _size_of(checkpoint: Path) -> int:
     return sum(file.stat().st_size for file in files_of(checkpoint))
-
-
-def _unshared_size_of(checkpoint: Path) -> int:
-    """The bytes that removing a checkpoint frees: those that no other hard link holds."""
-    return sum(status.st_size for file in files_of(checkpoint) if (status := file.stat()).st_nlink == 1)
 
 
 def _gigabytes(nbytes: int) -> str:

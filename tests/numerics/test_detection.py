@@ -379,7 +379,7 @@ def test_a_callback_that_is_taken_by_a_run_within_the_run_says_so(tmp_path: Path
     assert "outer run" not in caplog.text
 
 
-def test_the_report_is_that_of_the_last_run_whoever_started_it(tmp_path: Path, tokenizer: Any, caplog: Any) -> None:
+def test_the_report_is_that_of_the_last_run_whoever_started_it(tmp_path: Path, tokenizer: Any) -> None:
     trainer = sft_trainer(tmp_path, tokenizer, max_steps=2)
     healer = SelfHealingTrainer(trainer)
     assert healer.get_report().healthy
@@ -392,10 +392,8 @@ def test_the_report_is_that_of_the_last_run_whoever_started_it(tmp_path: Path, t
     assert len(anew.get_report().incidents) == 1, "from the disk"
 
     trainer.remove_callback(SelfHealingCallback)
-    caplog.clear()
     again = OutputFault(trainer.model, lambda n: n == 2)
     healer.train()
-    assert "has been removed, and is added again" in caplog.text
     assert again.fired == 1
     assert [incident["outcome"] for incident in healer.get_report().incidents] == ["resolved"]
     assert all(bool(value.isfinite().all()) for value in weights(trainer).values())
