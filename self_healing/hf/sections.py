@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-
-from ..system.processes import log_safely
-
-
-logger = logging.getLogger("self_healing")
 
 
 # ---- sections: which part of a step is going on, since when, and how long each has taken, for a watchdog ----
@@ -64,8 +58,8 @@ class Heartbeat:
         self._outer: list[Section] = []
         self._lock = threading.Lock()
         self._pauses = 0
-        # Of a stretch between two beats, the seconds in which the whole process stood still.
-        self.stood_still: Callable[[int, float], float] = lambda beats, now: 0.0
+        # The newest beat, and seconds since it that do not count: the process stood still, or waited for another rank.
+        self.excused: tuple[int, float] = (-1, 0.0)
         # Replaced as a whole, so that another thread never sees the section of one beat with the time of another.
         self.last: tuple[Section, float, int] = (self._section(BETWEEN), clock(), 0)
 
@@ -85,7 +79,7 @@ class Heartbeat:
         outer, since, beats = self.last
         now = self.clock()
         if now - since > outer.longest:
-            self._took_longer(outer, now - since, beats, now)
+            self._took_longer(outer, now - since, beats)
         if not self._outer:
             outer.times += 1
             if outer.patient:
@@ -98,7 +92,7 @@ class Heartbeat:
         section, since, beats = self.last
         now = self.clock()
         if now - since > section.longest:
-            self._took_longer(section, now - since, beats, now)
+            self._took_longer(section, now - since, beats)
         section.times += 1
         if section.patient:
             section.patient -= 1
@@ -113,13 +107,9 @@ class Heartbeat:
         finally:
             self.leave()
 
-    def _took_longer(self, section: Section, seconds: float, beats: int, now: float) -> None:
-        try:
-            seconds -= self.stood_still(beats, now)
-        except Exception:
-            # In the training thread, in the middle of a step.
-            self.stood_still = lambda beats, now: 0.0
-            log_safely(logger, logging.WARNING, "Whether this process stood still is not known.", exc_info=True)
+    def _took_longer(self, section: Section, seconds: float, beats: int) -> None:
+        since, excused = self.excused
+        seconds -= excused if since == beats else 0.0
         if section.known or section.learning == 1:
             section.longest = max(section.longest, seconds)
         else:

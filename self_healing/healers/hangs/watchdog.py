@@ -112,8 +112,6 @@ class Watchdog:
         self.training_thread = 0
         self._signal: int | None = None
         self._last_look = 0.0
-        # The newest beat, and seconds since it that do not count: the process stood still, or waited for another rank.
-        self._excused: tuple[int, float] = (-1, 0.0)
         self._alarm: _Alarm | None = None
         # Of the hang that was interrupted, until the exception has left train().
         self.claimed: Incident | None = None
@@ -128,7 +126,6 @@ class Watchdog:
         self.training_thread = threading.get_ident()
         self._alarm, self._last_look = None, heartbeat.clock()
         self._stopping = threading.Event()
-        heartbeat.stood_still = lambda beats, now: self._excused_since(beats)
         heartbeat.begin()
         self._install_handler()
         # With the context of the training thread: trackio keeps its current run there.
@@ -257,10 +254,10 @@ class Watchdog:
         return learned, True
 
     def _excuse(self, beats: int, seconds: float) -> None:
-        self._excused = beats, self._excused_since(beats) + seconds
+        self._heartbeat.excused = beats, self._excused_since(beats) + seconds
 
     def _excused_since(self, beats: int) -> float:
-        of, seconds = self._excused
+        of, seconds = self._heartbeat.excused
         return seconds if of == beats else 0.0
 
     # ---- what is done about it ----

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Trainer
 
 from ...failures.classify import classify_exception
 from ...failures.recipes import (
@@ -26,7 +28,7 @@ from ...failures.recipes import (
     TrainingFault,
 )
 from ...hf.adapter import Instrument
-from ...hf.objective import StepSignals
+from ...hf.objective import StepSignals, has_own_loss
 from ...hf.step import Window
 from ...journal.incident import Incident
 from ...ranks import votes
@@ -35,8 +37,7 @@ from ...run.healer import HealingContext
 from ...run.incidents import OpenIncident
 from ...run.run import Run
 from ...system import processes
-from ...system.files import rank_in
-from ..dry_run import blueprint_of, kept_weights
+from ...system.files import jsonable, rank_in
 from .detectors.panel import DetectorPanel
 from .learning_rate import LEAST_TRIAL_STEPS, MARGIN_ADAPTIVE, MARGIN_PLAIN, RateTrial
 from .state import NumericsState
@@ -91,8 +92,10 @@ class NumericsHealer:
 
     def ranks_where(self, question: str, flag: bool) -> dict[str, list[int]]:
         """Evidence of the ranks on which something is so; none on one process. Every rank has to come."""
+        if processes.world_size() == 1:
+            return {}
         found = votes.ranks_where(question, flag, self.instrument.view.device)
-        return {"ranks": found} if found and processes.world_size() > 1 else {}
+        return {"ranks": found} if found else {}
 
     def ranks_with(self, nonfinite: Sequence[str]) -> dict[str, list[int]]:
         """Evidence of the ranks whose state is not finite, and not only gathered from others. As [`ranks_where`]."""
@@ -181,6 +184,75 @@ def _contained(what: Callable[[], dict[str, Any]], failed: str) -> dict[str, Any
             raise
         logger.warning("%s", failed, exc_info=True)
         return {}
+
+
+def blueprint_of(trainer: Any) -> dict[str, Any]:
+    """What another process needs to compute a step: the trainer's classes, arguments, model and precision."""
+    accelerator, args = trainer.accelerator, trainer.args
+    reference = getattr(trainer, "ref_model", None)
+    written = {
+        "classes": [_name_of(cls) for cls in type(trainer).__mro__ if issubclass(cls, Trainer)],
+        # A method may be replaced on this one trainer.
+        "own_loss": has_own_loss(trainer) or "compute_loss" in vars(trainer),
+        "arguments_class": _name_of(type(args)),
+        # Tokens are not among them: `to_dict` writes their names in their place.
+        "arguments": args.to_dict(),
+        "model": _model_blueprint(accelerator.unwrap_model(trainer.model, keep_torch_compile=False)),
+        "reference": {**_model_blueprint(reference), "training": reference.training} if reference else None,
+        "precision": str(accelerator.mixed_precision),
+        "autocast": bool(accelerator.native_amp),
+        "device": accelerator.device.type,
+        "processes": processes.world_size(),
+        "directory": os.getcwd(),
+    }
+    # Enumerations, and other subclasses of str and int, become what they are based on.
+    plain: dict[str, Any] = json.loads(json.dumps(jsonable(written)))
+    return plain
+
+
+def _model_blueprint(model: Any) -> dict[str, Any]:
+    adapters = getattr(model, "peft_config", {})
+    base = model.get_base_model() if adapters else model
+    config: Any = getattr(base, "config", None)
+    return {
+        "class": _name_of(type(base)),
+        "config": config.to_dict() if hasattr(config, "to_dict") else None,
+        "name_or_path": getattr(config, "_name_or_path", None) or None,
+        "attention": getattr(config, "_attn_implementation", None),
+        "dtype": _dtype_of(base.parameters()),
+        "trained_dtype": _dtype_of(each for each in model.parameters() if each.requires_grad),
+        "adapters": {name: each.to_dict() for name, each in adapters.items()},
+        # An adapter says itself what is trained.
+        "frozen": [] if adapters else [name for name, each in model.named_parameters() if not each.requires_grad],
+    }
+
+
+def _dtype_of(tensors: Iterable[torch.Tensor]) -> str | None:
+    return next((str(each.dtype).removeprefix("torch.") for each in tensors if each.is_floating_point()), None)
+
+
+def _name_of(cls: type) -> list[str]:
+    return [cls.__module__, cls.__qualname__]
+
+
+def kept_weights(trainer: Any, at_most: int) -> dict[str, Any]:
+    """
+    Copies the weights of a trainer's model to host memory: all of them, or those that are trained, as far as they are
+    small enough.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    # Of several names of one tensor the first.
+    held = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    tensors = [(name, tensor) for name, tensor in held.values() if isinstance(tensor, torch.Tensor)]
+    # Of what FSDP2 or ZeRO-3 shards, this rank has a part.
+    if any(hasattr(each, "full_tensor") or hasattr(each, "ds_id") or each.is_meta for _, each in tensors):
+        return {}
+    trained = [pair for pair in tensors if pair[1].requires_grad or not isinstance(pair[1], torch.nn.Parameter)]
+    for chosen in (tensors, trained):
+        if sum(each.nbytes for _, each in chosen) <= at_most:
+            weights = {name: each.detach().to("cpu", copy=True) for name, each in chosen}
+            return {"weights": weights, "all_weights": chosen is tensors}
+    return {}
 
 
 # ---- climb: takes the rungs of the rollback ladders: back to a trusted state with what has to change, or the end ----
