@@ -53,7 +53,7 @@ from .healers.restarts.start import (
     refusal_of_another_job,
     resumed_without_healing,
 )
-from .healers.services import Reporting, ReportingGuard
+from .healers.services import Reporting
 from .healers.train_begin_end import tell_end
 from .hf.dataloader import end_workers_that_failed
 from .hf.deepspeed import can_be_entered_again, have_engine_made_again, let_go_of_engine
@@ -200,14 +200,13 @@ class SelfHealingTrainer:
             run, start = self._open_run(requested)
         left_by: BaseException | None = None
         theirs = args.eval_on_start, args.ignore_data_skip
-        reporting = Reporting(run)
         closing = ClosingReport(run)
-        guard = ReportingGuard(self.trainer, reporting, closing.before_closing)
+        reporting = Reporting(run, closing.before_closing)
         try:
             # First: from here on the others learn in seconds of what ends this rank.
             with contained(logger, _LEFT):
                 run.part(HangWatch).listen()
-            guard.attach()
+            reporting.attach(self.trainer)
             take_up(run, start)
             adopt_run(self.trainer, run)
             if self.config.on_preemption == "save":
@@ -231,8 +230,7 @@ class SelfHealingTrainer:
                 partial(self._let_go, run),
                 partial(leave_snapshots, run),
                 *([] if run.device_lost else [run.rollback.release]),
-                guard.detach,
-                partial(reporting.sum_up, int(self.trainer.state.global_step)),
+                reporting.detach,
                 run.part(HangWatch).close,
                 closing.write,
                 partial(tell_end, run, left_by),

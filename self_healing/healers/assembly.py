@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -95,12 +94,10 @@ def state_of(run: Run) -> dict[str, Any]:
 
 def load_state(run: Run, state: Mapping[str, Any]) -> None:
     """Takes in what a run had learned when a checkpoint was written."""
-    numerics, reduced = run.part(NumericsState), state.get("rate_after_reduction")
-    numerics.rate_after_reduction = reduced if isinstance(reduced, float) else None
+    numerics = run.part(NumericsState)
+    numerics.rate_after_reduction = state.get("rate_after_reduction")
     if not run.part(Attempts).taken_up:
-        # What an earlier version has written may be of another kind.
-        with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):
-            run.outcomes.load_state_dict(state)
+        run.outcomes.load_state_dict(state)
     for name, part in _parts_with_state(run).items():
         # Written by an earlier version of the library, or with other settings.
         if name in state and not take_over_whole(part, state[name]):
@@ -109,9 +106,8 @@ def load_state(run: Run, state: Mapping[str, Any]) -> None:
                 "this library). It starts fresh.",
                 name,
             )
-    if numerics.panel is not None and numerics.panel.divergence.alarmed:
-        # The incident is not taken along: what still holds is seen again, and opens one in this run's journal.
-        numerics.panel.divergence.alarmed = False
+    # The incident is not taken along: what still holds is seen again, and opens one in this run's journal.
+    numerics.panel.divergence.alarmed = False
 
 
 def _parts_with_state(run: Run) -> dict[str, Any]:

@@ -409,12 +409,18 @@ class _Service:
 
 
 class Reporting:
-    """Calls of trackers and of the Hub, on which nothing depends."""
+    """Keeps what trackers and the Hub raise away from training, on which nothing of it depends."""
 
-    def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, run: Run, before_closing: Callable[[TrainerCallback], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._run = run
+        self._before_closing = before_closing
         self._clock = clock
+        self._trainer: Any = None
+        self._replaced = Replacements()
         self._services: dict[str, _Service] = {}
+        self._reported: set[Future[Any]] = set()
         self._policy = RetryPolicy(
             attempts=_ATTEMPTS,
             initial_seconds=_LONGEST_WAIT,
@@ -422,6 +428,47 @@ class Reporting:
             total_seconds=_SLOW,
             sleep=run.sleep,
         )
+
+    def attach(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        for callback in trainer.callback_handler.callbacks:
+            if is_tracker(callback):
+                for event in events_of(callback):
+                    self._guard(callback, event, type(callback).__name__)
+        if trainer.args.push_to_hub:
+            wrap_pushes(self._replaced, trainer, self._push)
+
+    def detach(self) -> None:
+        """At the end of a run: says what never came back."""
+        self._replaced.give_back()
+        self._report_pushes()
+        for service, known in self._services.items():
+            if known.failing:
+                self._run.journal.event(
+                    "noticed", self._step, symptom="not_told", service=service, missed=known.missed
+                )
+                logger.warning(
+                    "%s missed %d calls, which failed or were skipped. All logs are in trainer_state.json.",
+                    service,
+                    known.missed,
+                )
+
+    @property
+    def _step(self) -> int:
+        return int(self._trainer.state.global_step)
+
+    def _guard(self, callback: TrainerCallback, event: str, service: str) -> None:
+        def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if event == "on_train_end":
+                self._before_closing(callback)
+            return self._guarded(service, original, *args, **kwargs)
+
+        self._replaced.wrap(callback, event, guarded)
+
+    def _guarded(self, service: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # A client that fails may have drawn the jitter of its own retries from the run's generators.
+        rng = RandomState.capture(self._trainer.accelerator.device)
+        return self.call(service, self._step, rng.restore, functools.partial(function, *args, **kwargs))
 
     def call(self, service: str, step: int, rewind: Callable[[], None], function: Callable[[], Any]) -> Any:
         """Calls a function; what it raises is reported."""
@@ -442,7 +489,7 @@ class Reporting:
             if not is_error(error):
                 raise
             rewind()
-            self.failed(service, step, error, len(retries))
+            self._failed(service, step, error, len(retries))
             if self._clock() - began > _SLOW:
                 known.silent_until = self._clock() + _PAUSE
             return None
@@ -451,8 +498,7 @@ class Reporting:
             logger.warning("Step %d: %s works again; %d of its calls were lost.", step, service, known.missed)
         return result
 
-    def failed(self, service: str, step: int, error: BaseException, retried: int = 0) -> None:
-        """Takes in a failure."""
+    def _failed(self, service: str, step: int, error: BaseException, retried: int = 0) -> None:
         known = self._services.setdefault(service, _Service())
         known.failing = True
         known.missed += 1
@@ -469,57 +515,9 @@ class Reporting:
             logger.debug("The traceback of incident %s:", opened.incident.id, exc_info=error)
             opened.close("reported")
 
-    def sum_up(self, step: int) -> None:
-        """At the end of a run: says what never came back."""
-        for service, known in self._services.items():
-            if known.failing:
-                self._run.journal.event("noticed", step, symptom="not_told", service=service, missed=known.missed)
-                logger.warning(
-                    "%s missed %d calls, which failed or were skipped. All logs are in trainer_state.json.",
-                    service,
-                    known.missed,
-                )
-
-
-class ReportingGuard:
-    """Keeps what trackers and the Hub raise away from training, for as long as it is attached."""
-
-    def __init__(self, trainer: Trainer, healer: Any, before_closing: Callable[[TrainerCallback], None]) -> None:
-        self._trainer: Any = trainer
-        self._healer = healer
-        self._before_closing = before_closing
-        self._replaced = Replacements()
-        self._reported: set[Future[Any]] = set()
-
-    def attach(self) -> None:
-        trainer = self._trainer
-        for callback in trainer.callback_handler.callbacks:
-            if is_tracker(callback):
-                for event in events_of(callback):
-                    self._guard(callback, event, type(callback).__name__)
-        if trainer.args.push_to_hub:
-            wrap_pushes(self._replaced, trainer, self._push)
-
-    def detach(self) -> None:
-        self._replaced.give_back()
-        self._report_pushes()
-
-    def _guard(self, callback: TrainerCallback, event: str, service: str) -> None:
-        def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if event == "on_train_end":
-                self._before_closing(callback)
-            return self._call(service, original, *args, **kwargs)
-
-        self._replaced.wrap(callback, event, guarded)
-
-    def _call(self, service: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # A client that fails may have drawn the jitter of its own retries from the run's generators.
-        rng, step = RandomState.capture(self._trainer.accelerator.device), int(self._trainer.state.global_step)
-        return self._healer.call(service, step, rng.restore, functools.partial(function, *args, **kwargs))
-
     def _push(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self._report_pushes()
-        self._call("Hub", original, *args, **kwargs)
+        self._guarded("Hub", original, *args, **kwargs)
 
     def _report_pushes(self) -> None:
         """Reports uploads that failed: they run in the background, and the Trainer never asks what became of them."""
@@ -527,7 +525,7 @@ class ReportingGuard:
             if isinstance(job, Future) and job.done() and not job.cancelled() and job not in self._reported:
                 self._reported.add(job)
                 if (error := job.exception()) is not None:
-                    self._healer.failed("Hub", int(self._trainer.state.global_step), error)
+                    self._failed("Hub", self._step, error)
 
 
 def is_tracker(callback: Any) -> bool:

@@ -48,7 +48,7 @@ from .restarts.ending import Shutdown, switch_off_next_time
 from .restarts.preemption import Preemption
 from .restarts.shared_memory import FinalSnapshot
 from .saves import SaveHealer
-from .services import Reporting, ReportingGuard, ServiceCalls
+from .services import Reporting, ServiceCalls
 from .step_recorder import StepRecorder
 
 
@@ -134,11 +134,9 @@ def _attach(run: Run, first: bool) -> None:
     if run.wrapped:
         return
     # The wrapper guards trackers and Hub from before `train()` to its very end.
-    reporting = Reporting(run)
-    guard = ReportingGuard(run.trainer, reporting, closing.before_closing)
-    instrument.on_detach.append(lambda: reporting.sum_up(instrument.view.step))
-    instrument.on_detach.append(guard.detach)
-    guard.attach()
+    reporting = Reporting(run, closing.before_closing)
+    instrument.on_detach.append(reporting.detach)
+    reporting.attach(run.trainer)
     if run.config.on_preemption == "save":
         run.part(Preemption).listen()
         instrument.on_detach.append(run.part(Preemption).release)
@@ -147,7 +145,7 @@ def _attach(run: Run, first: bool) -> None:
 def _go_on(run: Run, first: bool, resumed_from: str | None, finite: bool) -> None:
     """Goes on where a checkpoint was written, tells that the run has started, and keeps the state it starts with."""
     attempts, numerics, instrument = run.part(Attempts), run.part(NumericsState), run.instrument
-    args, state, rules = run.trainer.args, run.trainer.state, numerics.rules
+    args, state = run.trainer.args, run.trainer.state
     step, max_steps = int(state.global_step), int(state.max_steps)
     continue_bookkeeping(run, instrument, resumed_from, step)
     run.journal.event(
@@ -155,7 +153,7 @@ def _go_on(run: Run, first: bool, resumed_from: str | None, finite: bool) -> Non
         step,
         objective=instrument.objective.name,
         detectors=["nonfinite", *sorted(instrument.objective.detectors)],
-        rules=[] if rules is None else sorted(rule.name for rule in rules.rules),
+        rules=sorted(rule.name for rule in numerics.rules.rules),
         resumed_from=resumed_from,
         max_steps=max_steps,
         output_dir=os.path.abspath(args.output_dir),
@@ -446,7 +444,7 @@ def tell_start(run: Run, instrument: Instrument) -> None:
 
 def _tell_of_silent_rules(run: Run, instrument: Instrument) -> None:
     """Warns of metric rules that cannot fire because the run logs too seldom; not of those that are only noted."""
-    args, state, rules = instrument.trainer.args, instrument.trainer.state, run.part(NumericsState).rules
+    args, state, rules = instrument.trainer.args, instrument.trainer.state, run.part(NumericsState).rules.rules
     steps, logs = int(state.max_steps), int(state.num_train_epochs) if args.logging_strategy == "epoch" else 0
     logs = steps // int(state.logging_steps) if args.logging_strategy == "steps" else logs
     logs += args.logging_first_step
@@ -454,7 +452,7 @@ def _tell_of_silent_rules(run: Run, instrument: Instrument) -> None:
     known = instrument.objective.name not in ("generic", "unknown")
     silent = [
         f"{rule.name} needs {rule.logs_needed}"
-        for rule in ([] if rules is None else rules.rules)
+        for rule in rules
         if rule.severity != "info" and logs < rule.logs_needed <= steps // _USUAL and rule.steps <= steps
         if {"loss", "grad_norm"}.issuperset(rule.metrics) or (known and "eval_" not in "".join(rule.metrics))
     ]

@@ -78,7 +78,6 @@ class AppliedSteps(NumericsHealer):
     def observe(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
         """Shows the detectors a step that will be applied, and clips its gradient."""
         numerics, panel, clipping = self.numerics, self.numerics.panel, self.numerics.clipping
-        assert panel is not None, "it is there before the first step"
         numerics.applied = signals
         if clipping is not None and (clipping.acts or clipped_to < math.inf):
             self.clip(window, signals, clipped_to)
@@ -289,8 +288,6 @@ class RedFlagHealer(NumericsHealer):
     def read_logs(self, step: int, logs: Mapping[str, Any]) -> None:
         """Holds a log against the metric rules. A rule that ends the run does so before the next step is applied."""
         run, numerics = self.run, self.numerics
-        if numerics.rules is None:
-            return
         told: set[str] = set()
         found = numerics.rules.observe(step, logs)
         # Alerts last, and of those the most severe first.

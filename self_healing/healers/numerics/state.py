@@ -44,8 +44,9 @@ class NumericsState:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.config, self.journal, self.outcomes, self.budget = run.config, run.journal, run.outcomes, run.budget
-        self.panel: DetectorPanel | None = None
-        self.rules: MetricRules | None = None
+        # Those of what is trained are made where training begins.
+        self.panel = DetectorPanel(self.config)
+        self.rules = MetricRules(())
         self.clipping: StepClipping | None = None
         # The norm that the Trainer clips gradients to.
         self.ceiling = math.inf
@@ -100,7 +101,6 @@ class NumericsState:
         waiting, self.waiting, self.bounds = self.waiting, [], None
         panel, clipping, recent, losses = self.panel, self.clipping, self.limits.recent, self.detector.losses
         for signals in waiting:
-            assert panel is not None, "without it no step waits"
             if clipping is not None:
                 clipping.take_in(signals, self.ceiling)
             panel.observe(signals)
@@ -113,8 +113,8 @@ class NumericsState:
     def look_ahead(self) -> None:
         """After a step with nothing wrong: which of the next may wait. None, while any of them may be acted on."""
         doubt = self.watch.incident is not None or self.outcomes.rollback_in_doubt
-        self.settled = not doubt and (self.panel is None or not self.panel.divergence.suspicious)
-        if self.panel is not None and self.settled and (self.clipping is None or not self.clipping.acts):
+        self.settled = not doubt and not self.panel.divergence.suspicious
+        if self.settled and (self.clipping is None or not self.clipping.acts):
             self.bounds = bounds_of(self.panel)
 
     @property
@@ -122,12 +122,12 @@ class NumericsState:
         """Whether nothing is wrong with the loss: no open incident about it, and nothing that builds up to one."""
         if self.watch.incident is not None or self.outcomes.rollback_in_doubt:
             return False
-        return self.bounds is not None or self.panel is None or not self.panel.divergence.suspicious
+        return self.bounds is not None or not self.panel.divergence.suspicious
 
     @property
     def warm(self) -> bool:
         """Whether the detectors have a baseline, from a checkpoint or from the steps there were."""
-        return self.panel is not None and self.panel.loss_trend.ready
+        return self.panel.loss_trend.ready
 
     def trend(self) -> tuple[float, float] | None:
         """Median and scale of the losses before now."""
@@ -137,12 +137,12 @@ class NumericsState:
     @property
     def early_limit(self) -> float:
         """The loss that is no worse than those the run began with."""
-        return math.inf if self.panel is None else self.panel.divergence.early.limit
+        return self.panel.divergence.early.limit
 
     def is_well(self, signals: StepSignals) -> bool:
         """Shows the detectors a step that is applied again; whether they find nothing wrong."""
         panel = self.panel
-        if panel is None or panel.alarming(signals) is not None:
+        if panel.alarming(signals) is not None:
             return False
         panel.observe(signals)
         if self.clipping is not None:
@@ -156,8 +156,8 @@ class NumericsState:
     def detectors(self) -> dict[str, Any]:
         """Detectors and statistics there are, by the name of what they know in a checkpoint."""
         self.feed()
-        parts = {"detector": self.detector, "panel": self.panel, "rules": self.rules, "clipping": self.clipping}
-        return {name: part for name, part in parts.items() if part is not None}
+        parts: dict[str, Any] = {"detector": self.detector, "panel": self.panel, "rules": self.rules}
+        return parts if self.clipping is None else {**parts, "clipping": self.clipping}
 
     def remember(self) -> dict[str, Any]:
         """What detectors and statistics know, to be put back together with the weights they speak of."""
@@ -166,16 +166,14 @@ class NumericsState:
 
     def recall(self, extras: Mapping[str, Any]) -> None:
         """Puts back what [`remember`] gave."""
+        early = self.panel.divergence.early
+        first = early.first
         for name, part in self.detectors().items():
             if name in extras.get("detectors", {}):
-                first = self.panel.divergence.early.first if self.panel is not None else []
                 part.load_state_dict(extras["detectors"][name])
-                if part is self.panel:
-                    # Back before them, the losses the run began with still are what they were.
-                    early = self.panel.divergence.early
-                    early.first = max(early.first, first, key=len)
-        if self.panel is not None:
-            self.panel.divergence.reset()
+        # Back before them, the losses the run began with still are what they were.
+        early.first = max(early.first, first, key=len)
+        self.panel.divergence.reset()
 
     def went_back(self, incident: Incident) -> None:
         """The run is in an earlier state because of an incident: what was going on in the later one is over."""
@@ -203,7 +201,7 @@ class NumericsState:
 
     def load_recovery_state(self, recorded: Mapping[str, Any]) -> None:
         """Takes over budgets and learning rate as the process before this one left them, later than any checkpoint."""
-        rate, reduced = LearningRateControl(self.config), recorded.get("rate_after_reduction")
+        rate = LearningRateControl(self.config)
         parts: dict[str, Stateful] = {"budget": self.budget, "ladder": self.ladder, "learning_rate": rate}
         for name, part in parts.items():
             if name in recorded and not take_over_whole(part, recorded[name]):
@@ -211,7 +209,7 @@ class NumericsState:
         if rate.reductions > self.learning_rate.reductions:
             # What failed with the higher rate after the checkpoint was written would fail again.
             self.learning_rate.load_state_dict(rate.state_dict())
-            self.rate_after_reduction = reduced if isinstance(reduced, float) else None
+            self.rate_after_reduction = recorded.get("rate_after_reduction")
 
     # ---- no step comes after these ----
 
