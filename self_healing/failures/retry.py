@@ -55,8 +55,6 @@ class RetryPolicy:
             Longest time for all attempts and waits.
         sleep (`Callable[[float], None]`, *optional*, defaults to `time.sleep`):
             Function that waits.
-        at_once (`bool`, *optional*, defaults to `False`):
-            Whether a reward that is not finite is asked for only once more, without a wait.
 
     Example:
 
@@ -71,7 +69,6 @@ class RetryPolicy:
     max_seconds: float = 300.0
     total_seconds: float = 900.0
     sleep: Callable[[float], None] = time.sleep
-    at_once: bool = False
 
     @classmethod
     def of(cls, config: HealingConfig, sleep: Callable[[float], None] = time.sleep) -> Self:
@@ -176,16 +173,12 @@ class RetryPolicy:
         }
 
     def _wait(self, state: RetryCallState) -> float:
-        if self.at_once and isinstance(_error_of(state), NonFiniteReward):
-            return 0.0
         return self.draw_wait(state.attempt_number, _error_of(state))
 
     def _is_spent(self, state: RetryCallState) -> bool:
         # The waits are counted as well, for a `sleep` that does not take the time it stands for.
         gone = max(state.seconds_since_start or 0.0, state.idle_for)
-        at_once = self.at_once and isinstance(_error_of(state), NonFiniteReward)
-        attempts = min(self.attempts, 2) if at_once else self.attempts
-        return state.attempt_number >= attempts or gone + state.upcoming_sleep > self.total_seconds
+        return state.attempt_number >= self.attempts or gone + state.upcoming_sleep > self.total_seconds
 
 
 def may_pass(error: BaseException) -> bool:

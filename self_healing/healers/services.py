@@ -237,7 +237,9 @@ class ServiceCalls(Healer):
 
     def _policy(self, service: str) -> RetryPolicy:
         """Gives the policy of a service; a failure that is known to last is not waited for."""
-        return replace(self.policy, at_once=True) if service in self._never_finite else self.policy
+        if service not in self._never_finite:
+            return self.policy
+        return replace(self.policy, attempts=min(self.policy.attempts, 2), initial_seconds=0.0)
 
     def _open(self, call: _Call, error: BaseException) -> Incident:
         journal = self._run.journal

@@ -30,6 +30,9 @@ from .terminal import HEADLINE_WIDTH
 logger = logging.getLogger("self_healing")
 
 SCHEMA_VERSION = 1
+# What the incidents of a run come to.
+_COUNTED = ("incidents", "resolved", "skipped_steps", "quarantined_rows")
+_COSTS = ("steps_lost", "steps_repeated", "seconds_lost")
 
 
 class Journal:
@@ -40,6 +43,7 @@ class Journal:
         self.config = config
         self.run_id = run_id
         self.rank = rank
+        self.path = of_rank(directory / EVENTS_FILE, rank)
         self.attempt = 0
         self.incidents: list[Incident] = []
         # The totals of a run that this one goes on from without its incidents: a resume by hand.
@@ -69,10 +73,6 @@ class Journal:
     def of_all_ranks(self) -> list[Incident]:
         """The incidents of this rank, and on the first one those that others have had without it."""
         return [*self.incidents, *self.heard]
-
-    @property
-    def path(self) -> Path:
-        return of_rank(self.directory / EVENTS_FILE, self.rank)
 
     # ---- incidents ----
 
@@ -227,8 +227,7 @@ class Journal:
             "kind": kind,
             **fields,
         }
-
-        self._contained(str(self.path), lambda: append_line(self.path, line))
+        self._contained(str(self.path), partial(append_line, self.path, line))
 
     def alert(self, title: str, text: str, severity: str, step: int) -> None:
         """Raises a trackio alert about an optimizer step if a trackio run is active."""
@@ -252,18 +251,18 @@ class Journal:
 
     def totals(self, without: Collection[str] = ()) -> dict[str, float]:
         """Sums up the incidents, with those before the checkpoint a run was resumed from."""
-        wanted = (incident for incident in self.of_all_ranks if incident.id not in without)
-        counted = [incident for incident in wanted if not incident.of_a_process]
-        own = {
-            "incidents": len(counted),
-            "resolved": sum(incident.outcome in HEALED for incident in counted),
-            "skipped_steps": sum(Action.SKIP_STEP in incident.actions for incident in counted),
-            "quarantined_rows": sum(incident.quarantined for incident in counted),
-            "steps_lost": sum(incident.steps_lost for incident in counted),
-            "steps_repeated": sum(incident.steps_repeated for incident in counted),
-            "seconds_lost": sum(incident.seconds_lost for incident in counted),
-        }
-        return {name: round(self.earlier.get(name, 0) + value, 3) for name, value in own.items()}
+        totals: dict[str, float] = {**dict.fromkeys((*_COUNTED, *_COSTS), 0), **self.earlier}
+        for incident in self.of_all_ranks:
+            if incident.id in without or incident.of_a_process:
+                continue
+            totals["incidents"] += 1
+            totals["resolved"] += incident.outcome in HEALED
+            totals["skipped_steps"] += Action.SKIP_STEP in incident.actions
+            totals["quarantined_rows"] += incident.quarantined
+            totals["steps_lost"] += incident.steps_lost
+            totals["steps_repeated"] += incident.steps_repeated
+            totals["seconds_lost"] = round(totals["seconds_lost"] + incident.seconds_lost, 3)
+        return totals
 
     def _contained(self, sink: str, write: Callable[[], object]) -> None:
         try:

@@ -16,10 +16,6 @@ from .records import Budget, Checkpoint, Entry, IncidentStory, NextStep, RunRepo
 from .verdict import needs_a_look
 
 
-# Different advice about incidents, and incidents that are named for one.
-_ADVISED, _NAMED = 3, 5
-
-
 def next_steps(report: RunReport, rate: float | None, postmortem: Mapping[str, Any] | None) -> list[NextStep]:
     """
     Says what to do next about a run of which all else is known; `rate` is the learning rate that worked, if it was
@@ -31,7 +27,7 @@ def next_steps(report: RunReport, rate: float | None, postmortem: Mapping[str, A
     found = [
         *([] if over else _about_the_state(report, postmortem, anew)),
         *(_about_budgets(report.budgets) if report.state.name == "running" else ()),
-        *_about_incidents(directory, report.incidents, resumed=not (over or anew)),
+        *_about_incidents(directory, report.incidents),
         *([NextStep("Do not use the weights.", verdict.reasons)] if verdict and verdict.name == "do not use" else []),
         *_about_rows(directory, report.quarantine),
     ]
@@ -109,27 +105,19 @@ def _about_budgets(budgets: Sequence[Budget]) -> Iterable[NextStep]:
             )
 
 
-def _about_incidents(directory: Path, incidents: Sequence[IncidentStory], resumed: bool) -> Iterable[NextStep]:
+def _about_incidents(directory: Path, incidents: Sequence[IncidentStory]) -> Iterable[NextStep]:
     by_advice: dict[str, list[IncidentStory]] = {}
     for incident in filter(needs_a_look, incidents):
         if incident.advice or _batch_of(incident):
-            # What the newest one asks for comes last.
-            same = by_advice.pop(incident.advice, [])
-            by_advice[incident.advice] = [*same, incident]
-    for advice, about in list(by_advice.items())[-_ADVISED:]:
+            by_advice.setdefault(incident.advice, []).append(incident)
+    for advice, about in by_advice.items():
         kept = [each for each in about if _batch_of(each)]
-        if resumed and any(each.failure in ASKS_FOR_A_NEW_RUN for each in about):
-            advice = f"If it comes back after that: {advice[:1].lower()}{advice[1:]}"
         yield NextStep(
             advice or "Compute its batch again, to see where the first non-finite value appears.",
             _concerned(about),
             f"self-healing replay {shlex.quote(str(directory))} {shlex.quote(kept[-1].id)}" if kept else None,
             [each.id for each in about],
         )
-    if len(by_advice) > _ADVISED:
-        others = sum(len(about) for about in list(by_advice.values())[:-_ADVISED])
-        are = "1 incident that was" if others == 1 else f"{others} incidents that were"
-        yield NextStep(f"Look at the other {are} not resolved.", "The advice above is for the newest.")
 
 
 def _batch_of(incident: IncidentStory) -> bool:
@@ -140,12 +128,8 @@ def _concerned(incidents: Sequence[IncidentStory]) -> str:
     """Names the incidents that the same advice is about, and says what it is that was only reported."""
     newest = incidents[-1]
     told = f" {sentence(newest.diagnosis)}" if newest.outcome == "reported" and newest.diagnosis else ""
-    if len(incidents) == 1:
-        return f"Step {newest.step}, {newest.title}: {newest.outcome}.{told}"
-    steps = [str(each.step) for each in incidents[-_NAMED:]]
-    earlier = "..., " if len(incidents) > _NAMED else ""
-    at = f"{earlier}{', '.join(steps[:-1])} and {steps[-1]}"
-    return f"{len(incidents)} incidents, at steps {at}; the newest, {newest.title}: {newest.outcome}.{told}"
+    several = f"{len(incidents)} incidents, the newest: step" if len(incidents) > 1 else "Step"
+    return f"{several} {newest.step}, {newest.title}: {newest.outcome}.{told}"
 
 
 def _once(steps: Sequence[NextStep]) -> list[NextStep]:

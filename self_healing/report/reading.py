@@ -177,11 +177,6 @@ class _Reader:
             # Where nothing marked how far it came, what it wrote down is the last sign of life.
             signs = [row.time for row in rows[-1:]] + [event["time"] for event in self.events[-1:]]
             status = replace(status, step=max(status.step, logged), since=max(status.since, *signs))
-        elif status.state in (RunState.STOPPED, RunState.LEFT):
-            # An interrupt may come before the status knows of any step, and an earlier process have come further.
-            own = [row.step + row.steps for row in rows if row.time >= status.began]
-            told_at = [event["step"] for event in self.events if event["kind"] in ("run_started", "postmortem")]
-            status = replace(status, step=max([status.step, *own[-1:], *told_at[-1:]]))
         return State(
             status.state.value,
             status.step,

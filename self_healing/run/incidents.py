@@ -119,17 +119,17 @@ class _Awaited:
 OUTCOME_STEPS = 5
 
 
+@dataclass(eq=False)
 class Outcomes:
     """Waits for what becomes of incidents that were dealt with, and closes them in the journal."""
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-        # Knows which losses are usual for the run: its `NumericsState`.
-        self.baseline: Any = None
-        self._awaited: list[_Awaited] = []
-        # After these the run went back, and it is not known yet whether that helped: nothing new is trusted.
-        self._went_back_for: set[str] = set()
-        self.rollback_in_doubt = False
+    _journal: Journal
+    # Knows which losses are usual for the run: its `NumericsState`.
+    baseline: Any = None
+    _awaited: list[_Awaited] = field(default_factory=list)
+    # After these the run went back, and it is not known yet whether that helped: nothing new is trusted.
+    _went_back_for: set[str] = field(default_factory=set)
+    rollback_in_doubt: bool = False
 
     def wait_for(self, incident: Incident) -> None:
         """Judges an incident by the healthy steps that follow it; steps that are done again do not follow it yet."""

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 
 logger = logging.getLogger("self_healing")
@@ -232,14 +232,6 @@ def _is_own_gitignore(path: Path) -> bool:
 # ---- saved state ----
 
 
-class Stateful(Protocol):
-    """A part whose state can be saved and loaded."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Any) -> None: ...
-
-
 class KeepsState:
     """Saves and loads the attributes that its class names, as JSON: numbers, rows of them, and parts like itself."""
 
@@ -273,7 +265,7 @@ def _loaded(usual: Any, value: Any) -> Any:
     return value
 
 
-def take_over_whole(part: Stateful, saved: Any) -> bool:
+def take_over_whole(part: Any, saved: Any) -> bool:
     """Loads the saved state of a part, or leaves the part as it is; returns whether it could be loaded."""
     before = part.state_dict()
     try:

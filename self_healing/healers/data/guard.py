@@ -7,11 +7,12 @@ import errno
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch.utils.data import get_worker_info
 
-from ...failures.classify import classify_exception, is_error
+from ...failures.classify import causes_of, classify_exception, is_error
 from ...failures.recipes import FailureType
 from .quarantine import BadSample, KnownBadSamples
 
@@ -30,7 +31,6 @@ _NOT_THE_SAMPLE = frozenset(
 )
 # Samples in a row that cannot be used, after which it is not the samples.
 MAX_BAD_IN_A_ROW = 10
-_MAX_CAUSES = 10
 
 
 class DataSourceError(RuntimeError):
@@ -49,30 +49,27 @@ class LetPass(Exception):
 CallResult = tuple[Any, BaseException | None]
 
 
+def _nothing(*_: Any) -> None:
+    pass
+
+
+@dataclass(eq=False)
 class Guard:
     """State that the guards of one data loader share, and the calls they make."""
 
-    def __init__(
-        self,
-        known: KnownBadSamples,
-        seed: int,
-        retry: Callable[..., Any] | None = None,
-        names_only: bool = False,
-        has_workers: bool = False,
-    ) -> None:
-        self.known = known
-        self.seed = seed
-        self.retry = retry
-        self.names_only = names_only
-        # Other processes load as well, and find what is not to be used.
-        self.has_workers = has_workers
-        # In the training process, called for each sample where many are read to get back to one, and for the first.
-        self.alive: Callable[[], None] = _no_heartbeat
-        self.began: Callable[[Any], None] = _no_heartbeat
-        # Loads without guards, also in iterators that were made before.
-        self.off = False
-        # Of the samples that are about to be collated.
-        self.names: list[Any] = []
+    known: KnownBadSamples
+    seed: int
+    retry: Callable[..., Any] | None = None
+    names_only: bool = False
+    # Other processes load as well, and find what is not to be used.
+    has_workers: bool = False
+    # In the training process, called for each sample where many are read to get back to one, and for the first.
+    alive: Callable[[], None] = _nothing
+    began: Callable[[Any], None] = _nothing
+    # Loads without guards, also in iterators that were made before.
+    off: bool = False
+    # Of the samples that are about to be collated.
+    names: list[Any] = field(default_factory=list)
 
     def attempt(
         self, function: Callable[..., Any], *arguments: Any, loads: bool = False, patient: bool = True
@@ -149,10 +146,6 @@ class Guard:
         return plain()
 
 
-def _no_heartbeat(*_: Any) -> None:
-    pass
-
-
 def worker_id() -> int | None:
     """Number of the data loader worker this process is; `None` in the training process."""
     info = get_worker_info()
@@ -162,17 +155,11 @@ def worker_id() -> int | None:
 def may_be_the_sample(error: BaseException) -> bool:
     """Whether a failure of network, disk or memory can be that of one sample, with everything else well."""
     failure = classify_exception(error)
-    if failure is FailureType.NETWORK:
-        return True
-    cause: BaseException | None = error
-    # A chain of causes may be closed to a ring.
-    for _ in range(_MAX_CAUSES):
-        if failure is FailureType.OUT_OF_MEMORY and isinstance(cause, MemoryError):
-            return True
-        if failure is FailureType.DISK and isinstance(cause, OSError) and cause.errno == errno.EIO:
-            return True
-        cause = None if cause is None else cause.__cause__
-    return False
+    return (
+        failure is FailureType.NETWORK
+        or (failure is FailureType.OUT_OF_MEMORY and any(isinstance(each, MemoryError) for each in causes_of(error)))
+        or (failure is FailureType.DISK and any(getattr(each, "errno", 0) == errno.EIO for each in causes_of(error)))
+    )
 
 
 # ---- proxy ----

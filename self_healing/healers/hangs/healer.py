@@ -14,7 +14,7 @@ from ...ranks.messages import Failure, Position, failure_of, where_all_are
 from ...run.healer import Claim, Healer, claim_for
 from ...run.run import Run
 from ...system.processes import EXIT_FOR_RESTART, restarts_on_exit
-from .threads import unfinished_collectives, write_stacks
+from .threads import keep_stacks, unfinished_collectives
 from .watchdog import Watchdog, leave_process, within
 
 
@@ -229,12 +229,7 @@ class HangWatch(Healer):
         if unfinished := unfinished_collectives():
             found["unfinished_collectives"] = unfinished
         journal.diagnosed(incident, FailureType.PROCESS_DIED, f"{failure.whose}: {failure.failure.value}", found)
-        path = journal.directory / "hangs" / f"{incident.id}-stacks.txt"
-        try:
-            write_stacks(path, found["diagnosis"], self._watchdog.training_thread)
-            journal.acted(incident, Action.WRITE_STACKS.value, path=str(path))
-        except OSError as error:
-            logger.warning("The stacks could not be written to %s: %s.", path, error)
+        keep_stacks(journal, incident, found["diagnosis"], self._watchdog.training_thread)
         if code is None:
             logger.error("Another rank has failed, and this one stays as it is (on_hang). %s", found["diagnosis"])
             journal.closed(incident, "reported")

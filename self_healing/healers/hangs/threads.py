@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import linecache
+import logging
 import os
 import re
 import sys
@@ -18,6 +19,13 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed
+
+from ...failures.recipes import Action
+from ...journal.incident import Incident
+from ...journal.journal import Journal
+
+
+logger = logging.getLogger("self_healing")
 
 
 # ---- stacks: finds the lines at which threads and workers wait, and writes all stacks to a file ----
@@ -51,6 +59,21 @@ def compiles() -> bool:
                 return True
             at = at.f_back
     return False
+
+
+def stacks_of(journal: Journal, incident: Incident) -> Path:
+    return journal.directory / "hangs" / f"{incident.id}-stacks.txt"
+
+
+def keep_stacks(journal: Journal, incident: Incident, headline: str, training_thread: int) -> None:
+    """Keeps the stacks of all threads for an incident, and says so in the journal."""
+    path, kept = stacks_of(journal, incident), True
+    try:
+        write_stacks(path, headline, training_thread)
+    except OSError as error:
+        kept = False
+        logger.warning("The stacks could not be written to %s: %s.", path, error)
+    journal.acted(incident, Action.WRITE_STACKS.value, happened=kept, path=str(path))
 
 
 def write_stacks(path: Path, headline: str, training_thread: int) -> None:

@@ -21,7 +21,7 @@ from ...journal.incident import Incident
 from ...ranks.messages import Failure, Position, behind, where_all_are, where_all_wait
 from ...run.run import Run
 from ...system.processes import EXIT_FOR_RESTART, restarts_on_exit
-from .threads import collective_in, compiles, current_frames, line_of, user_line_of, write_stacks
+from .threads import collective_in, compiles, current_frames, keep_stacks, line_of, stacks_of, user_line_of
 
 
 logger = logging.getLogger("self_healing")
@@ -368,14 +368,11 @@ class Watchdog:
             found["ranks_waited_for"] = behind(everywhere)
             found["diagnosis"] += f" {where_all_are(everywhere)}"
         told = f"no sign of life from '{alarm.section}' for {elapsed:.0f} s (limit {alarm.limit:.0f} s)"
-        path = journal.directory / "hangs" / f"{incident.id}-stacks.txt"
-        try:
-            write_stacks(path, f"{told}\nThe training thread waits at {evidence['waits_at']}", self.training_thread)
-            found["stacks"] = str(path)
-        except OSError as error:
-            logger.warning("The stacks could not be written to %s: %s.", path, error)
+        path = stacks_of(journal, incident)
+        found["stacks"] = str(path)
         journal.diagnosed(incident, FailureType.HANG, f"nothing moves in '{alarm.section}'", found)
-        journal.acted(incident, Action.WRITE_STACKS.value, happened="stacks" in found, path=str(path))
+        waits = f"{told}\nThe training thread waits at {evidence['waits_at']}"
+        keep_stacks(journal, incident, waits, self.training_thread)
         text = "Step %d: %s. %s Stacks of all threads: %s."
         logger.error(text, incident.step, told, found["diagnosis"], path)
         text = f"'{alarm.section}' has not moved for {elapsed:.0f} s; stacks in {path}"

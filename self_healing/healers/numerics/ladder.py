@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...config.healing_config import HealingConfig
@@ -17,14 +17,14 @@ from ...system.files import KeepsState
 # ---- ladder ----
 
 
+@dataclass
 class LadderRunner:
     """Says which rung of a failure's ladder comes next, by what holds now and what was tried before."""
 
-    def __init__(self, config: HealingConfig, budget: RecoveryBudget) -> None:
-        self.config = config
-        self.budget = budget
-        # By failure: where the ladder goes on, of the rungs that are taken once.
-        self._climbed: dict[str, int] = {}
+    config: HealingConfig
+    budget: RecoveryBudget
+    # By failure: where the ladder goes on, of the rungs that are taken once.
+    _climbed: dict[str, int] = field(default_factory=dict)
 
     def next(self, failure: FailureType, given: AbstractSet[Given]) -> Rung:
         """The first rung that was not taken yet and for which all holds; an empty one where there is nothing to do."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...config.healing_config import HealingConfig
@@ -17,7 +18,7 @@ from ...journal.journal import Journal
 from ...run.incidents import OUTCOME_STEPS, Outcomes
 from ...run.run import Run
 from ...system import processes
-from ...system.files import KeepsState, Stateful, take_over_whole
+from ...system.files import KeepsState, take_over_whole
 from ...system.random_state import Repeatability
 from .clipping import StepClipping
 from .detectors.bounds import Bounds, bounds_of
@@ -43,7 +44,7 @@ class NumericsState:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.config, self.journal, self.outcomes, self.budget = run.config, run.journal, run.outcomes, run.budget
+        self.config, self.outcomes, self.budget = run.config, run.outcomes, run.budget
         # Those of what is trained are made where training begins.
         self.panel = DetectorPanel(self.config)
         self.rules = MetricRules(())
@@ -53,10 +54,10 @@ class NumericsState:
         self.ladder = LadderRunner(self.config, self.budget)
         self.learning_rate = LearningRateControl(self.config)
         self.rate_after_reduction: float | None = None
-        self.repeatability = RepeatabilityCheck(self.journal)
+        self.repeatability = RepeatabilityCheck(run.journal)
         self.detector = NonFiniteDetector()
         self.limits = StepLimits(self.config)
-        self.watch = LossWatch(self.config, self.journal, self.outcomes)
+        self.watch = LossWatch(self.config, run.journal, self.outcomes)
         # Incidents of this family, which all ranks open alike; a thread, or a service, opens others on one of them.
         self.opened = 0
         self.schedule = ScheduleWatch()
@@ -202,7 +203,7 @@ class NumericsState:
     def load_recovery_state(self, recorded: Mapping[str, Any]) -> None:
         """Takes over budgets and learning rate as the process before this one left them, later than any checkpoint."""
         rate = LearningRateControl(self.config)
-        parts: dict[str, Stateful] = {"budget": self.budget, "ladder": self.ladder, "learning_rate": rate}
+        parts: dict[str, Any] = {"budget": self.budget, "ladder": self.ladder, "learning_rate": rate}
         for name, part in parts.items():
             if name in recorded and not take_over_whole(part, recorded[name]):
                 logger.warning("What the run record says of %s cannot be read, and counts as not known.", name)
@@ -229,7 +230,7 @@ class NumericsState:
         if self.watch.incident is incident:
             self.watch.incident = None
         self.close_outcomes(unfollowed="unresolved")
-        self.journal.closed(incident, "fatal")
+        self.run.journal.closed(incident, "fatal")
 
     # ---- what is told of it ----
 
@@ -301,18 +302,19 @@ _BACK = 2.0
 _LONGEST = 3
 
 
+@dataclass
 class LossWatch:
     """Follows a loss that has left its baseline."""
 
-    def __init__(self, config: HealingConfig, journal: Journal, outcomes: Outcomes) -> None:
-        self.config = config
-        self.journal = journal
-        self._outcomes = outcomes
-        self.incident: Incident | None = None
-        self.opened = 0
-        self.owed = False
-        self._back = 0
-        self._steps = 0
+    config: HealingConfig
+    journal: Journal
+    _outcomes: Outcomes
+    incident: Incident | None = None
+    opened: int = 0
+    # A checkpoint has to be written as soon as the loss is back.
+    owed: bool = False
+    _back: int = 0
+    _steps: int = 0
 
     @property
     def open(self) -> bool:
@@ -384,15 +386,15 @@ _KEEPS_A_STATE = (
 )
 
 
+@dataclass
 class RepeatabilityCheck:
     """Journals of each incident that was healed by computing a step again whether that repeats bitwise."""
 
-    def __init__(self, journal: Journal) -> None:
-        self.journal = journal
-        self.found: Repeatability | None = None
-        # Incidents of which it is not journaled yet, and how far steps applied again were from what they had been.
-        self.owed: list[tuple[Incident, float | None]] = []
-        self._measured = False
+    journal: Journal
+    found: Repeatability | None = None
+    # Incidents of which it is not journaled yet, and how far steps applied again were from what they had been.
+    owed: list[tuple[Incident, float | None]] = field(default_factory=list)
+    _measured: bool = False
 
     def owe(self, incident: Incident, apart: float | None = None) -> None:
         """Takes in that an incident was healed by computing a step again, or several, and how far these were apart."""

@@ -34,6 +34,7 @@ from ..records import (
     RunReport,
     capital,
     digits,
+    goodput_line,
     moment,
     percent,
     plain,
@@ -215,12 +216,6 @@ def _figures(report: RunReport, tellings: Sequence[Entry]) -> list[tuple[str, st
     again = f"{counted(report.steps_repeated, 'step') if report.steps_repeated else 'none'} done again"
     found.append(("Steps lost", lost, again))
     found.append(("Time spent on healing", short_duration(report.seconds_lost), "diagnosis and remedies"))
-    if report.quarantine:
-        found.append(("Left out of training", str(len(report.quarantine)), "rows and samples"))
-    verified = [each for each in report.checkpoints if each.standing == "verified" and each.complete]
-    if verified:
-        newest = max(verified, key=lambda each: each.step)
-        found.append(("Newest verified checkpoint", f"step {newest.step}", newest.path))
     if report.learning_rate:
         scales = [scale for scale in report.series["kept"]["learning_rate_scale"] if scale is not None]
         found.append(("Learning rate", f"× {digits(scales[-1])}" if scales else "reduced", report.learning_rate))
@@ -322,10 +317,8 @@ def _goodput(goodput: Goodput | None) -> Entry | None:
             shown = short_duration(seconds)
             parts.append({"title": title, "value": shown, "tone": tone, "begin": begin, "width": width})
             begin = round(begin + width, 1)
-    of_steps = f"{goodput.steps_useful} of the {counted(goodput.steps_done, 'step')} computed"
-    wall = short_duration(goodput.wall)
     return {
-        "lead": f"{percent(goodput.share)} of {wall} went into steps that are in the weights: {of_steps}.",
+        "lead": goodput_line(goodput),
         "told": ", ".join(f"{part['title']} {part['value']}" for part in parts),
         "parts": parts,
     }
