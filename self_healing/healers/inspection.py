@@ -8,6 +8,7 @@ import math
 import pickle
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -91,44 +92,7 @@ def check_data_quality(
             scan.look(row, content)
     finally:
         states.restore()
-    return Inspection(errors_first(scan.findings()), scan.looked_at, "rows")
-
-
-# By kind of finding: what its rows have, what to do, and whether the run goes wrong with it or only may.
-_DATA_FINDINGS: dict[str, tuple[str, str, FindingSeverity]] = {
-    "empty_rows": (
-        "no text to learn from (no tokens, a single one, or only white space)",
-        "Remove them before training, e.g. with dataset.filter(...).",
-        "error",
-    ),
-    "all_labels_masked": (
-        "no label to learn from (all are masked{details})",
-        "They add nothing to the loss, and a batch of nothing else makes it NaN: check the chat template and the "
-        "masks, and whether a prompt alone is as long as max_length.",
-        "error",
-    ),
-    "ids_out_of_vocabulary": (
-        "token ids outside the model's {details}",
-        "On a GPU that is a device-side assert: use the model's own tokenizer, or call "
-        "model.resize_token_embeddings(len(tokenizer)).",
-        "error",
-    ),
-    "nonfinite_floats": (
-        "NaN or Inf in {details}",
-        "If the training reads that, the loss becomes NaN: repair the values or remove the rows.",
-        "error",
-    ),
-    "unreadable_rows": (
-        "content that cannot be loaded ({details})",
-        "Repair the files, or remove the rows.",
-        "error",
-    ),
-    "duplicates": (
-        "exactly the content of an earlier row",
-        "If they are not repeated on purpose, remove the repeats, or the model learns them by heart.",
-        "warning",
-    ),
-}
+    return Inspection(_errors_first(scan.findings()), scan.looked_at, "rows")
 
 
 @dataclass(slots=True)
@@ -138,40 +102,37 @@ class _DataScan:
     vocabulary: int | None
     max_length: int | None
     looked_at: int = 0
-    rows: dict[str, list[int]] = field(default_factory=lambda: {kind: [] for kind in _DATA_FINDINGS})
-    outside_ids: set[int] = field(default_factory=set)
-    nonfinite_columns: set[str] = field(default_factory=set)
-    errors: dict[int, Exception] = field(default_factory=dict)
+    rows: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    # The ids, columns or errors that are wrong in them.
+    details: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
     digests: set[bytes] = field(default_factory=set)
 
     def look(self, row: int, content: Any) -> None:
         self.looked_at += 1
-        for kind in self._wrong_with(row, content):
+        for kind, details in self._wrong_with(content):
             self.rows[kind].append(row)
+            self.details[kind].update(dict.fromkeys(details))
 
-    def _wrong_with(self, row: int, content: Any) -> Iterator[str]:
+    def _wrong_with(self, content: Any) -> Iterator[tuple[str, Iterable[str]]]:
         if isinstance(content, Unreadable):
-            self.errors[row] = content.error
-            yield "unreadable_rows"
+            yield "unreadable_rows", [f"{type(content.error).__name__}: {' '.join(str(content.error).split())[:200]}"]
             return
         columns = columns_of(content)
         digest = digest_of(columns)
         if digest in self.digests:
-            yield "duplicates"
+            yield "duplicates", ()
         elif digest is not None:
             self.digests.add(digest)
-        if bad := [name for name, value in columns.items() if not is_finite(value)]:
-            self.nonfinite_columns.update(bad)
-            yield "nonfinite_floats"
+        if bad := [f'"{name}"' for name, value in columns.items() if not is_finite(value)]:
+            yield "nonfinite_floats", bad
         if not isinstance(content, Mapping):
             return
         if _is_empty(columns):
-            yield "empty_rows"
+            yield "empty_rows", ()
         elif (trained := _trained(columns, self.max_length)) is not None and not trained.any():
-            yield "all_labels_masked"
+            yield "all_labels_masked", ()
         if outside := self._outside(columns):
-            self.outside_ids.update(outside)
-            yield "ids_out_of_vocabulary"
+            yield "ids_out_of_vocabulary", map(str, sorted(outside))
 
     def _outside(self, columns: Mapping[str, Any]) -> set[int]:
         """Token ids of a row that the model has no embedding for."""
@@ -188,32 +149,11 @@ class _DataScan:
     def findings(self) -> list[Finding]:
         if len(self.rows["duplicates"]) < _DUPLICATES_WORTH_SAYING * self.looked_at:
             self.rows["duplicates"].clear()
-        return [self._finding(kind, sorted(rows)) for kind, rows in self.rows.items() if rows]
-
-    def _finding(self, kind: str, rows: list[int]) -> Finding:
-        what, remedy, severity = _DATA_FINDINGS[kind]
-        examples: list[int | str] = [*rows[:EXAMPLES]]
-        verb, plural = ("has", "") if len(rows) == 1 else ("have", "s")
-        message = (
-            f"{len(rows):,} of {self.looked_at:,} rows ({len(rows) / self.looked_at:.2%}) {verb} "
-            f"{what.format(details=self._details(kind))}: row{plural} {listed(examples, len(rows))}. {remedy}"
-        )
-        return Finding(kind, len(rows), self.looked_at, examples, message, severity)
-
-    def _details(self, kind: str) -> str:
-        if kind == "all_labels_masked":
-            return "" if self.max_length is None else f" in the first {self.max_length:,} tokens"
-        if kind == "ids_out_of_vocabulary":
-            ids = sorted(self.outside_ids)
-            return f"0 to {(self.vocabulary or 0) - 1} ({listed(ids[:EXAMPLES], len(ids))})"
-        if kind == "nonfinite_floats":
-            names = [f'"{name}"' for name in sorted(self.nonfinite_columns)]
-            return listed(names[:EXAMPLES], len(names))
-        if kind == "unreadable_rows":
-            first = self.errors[min(self.errors)]
-            text = " ".join(str(first).split())[:200]
-            return f"{type(first).__name__}: {text}" if text else type(first).__name__
-        return ""
+        return [
+            _finding(kind, sorted(rows), self.looked_at, "rows", list(self.details[kind]))
+            for kind, rows in self.rows.items()
+            if rows
+        ]
 
 
 def _is_empty(columns: Mapping[str, Any]) -> bool:
@@ -486,15 +426,70 @@ class Inspection:
         return "\n".join([f"{looked}:", *(f"  {found.severity}: {found.message}" for found in self.findings)])
 
 
-def errors_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Sorts errors before warnings."""
+# By kind of finding: what the rows or tensors have, what to do, and whether the run goes wrong with it or only may.
+_FINDINGS: dict[str, tuple[str, str, FindingSeverity]] = {
+    "empty_rows": (
+        "no text to learn from (no tokens, a single one, or only white space)",
+        "Remove them before training, e.g. with dataset.filter(...).",
+        "error",
+    ),
+    "all_labels_masked": (
+        "no label to learn from: all are masked",
+        "They add nothing to the loss, and a batch of nothing else makes it NaN: check the chat template and the "
+        "masks, and whether a prompt alone is as long as max_length.",
+        "error",
+    ),
+    "ids_out_of_vocabulary": (
+        "token ids outside the model's vocabulary",
+        "On a GPU that is a device-side assert: use the model's own tokenizer, or call "
+        "model.resize_token_embeddings(len(tokenizer)).",
+        "error",
+    ),
+    "nonfinite_floats": (
+        "NaN or Inf",
+        "If the training reads that, the loss becomes NaN: repair the values or remove the rows.",
+        "error",
+    ),
+    "unreadable_rows": ("content that cannot be loaded", "Repair the files, or remove the rows.", "error"),
+    "nonfinite_tensors": (
+        "NaN or Inf",
+        "Every loss will be NaN: load the weights again from a whole checkpoint, or check how they begin.",
+        "error",
+    ),
+    "duplicates": (
+        "exactly the content of an earlier row",
+        "If they are not repeated on purpose, remove the repeats, or the model learns them by heart.",
+        "warning",
+    ),
+    "all_zero_tensors": (
+        "nothing but zeros",
+        "Unless that is on purpose, they were missing from the checkpoint or never initialised: look for missing keys "
+        "in what from_pretrained said.",
+        "warning",
+    ),
+    "wildly_scaled_tensors": (
+        "values of quite another size than the rest of the model",
+        "Check how they were initialised, merged or converted, and whether the file is damaged.",
+        "warning",
+    ),
+}
+
+
+def _finding(kind: str, found: Sequence[int | str], total: int, unit: str, details: Sequence[str] = ()) -> Finding:
+    what, remedy, severity = _FINDINGS[kind]
+    has = "has" if len(found) == 1 else "have"
+    more = f" ({_listed(details)})" if details else ""
+    message = f"{len(found):,} of {total:,} {unit} {has} {what}{more}: {_listed(found)}. {remedy}"
+    return Finding(kind, len(found), total, list(found[:EXAMPLES]), message, severity)
+
+
+def _listed(examples: Sequence[object]) -> str:
+    named = ", ".join(str(example) for example in examples[:EXAMPLES])
+    return named if len(examples) <= EXAMPLES else f"{named} and {len(examples) - EXAMPLES:,} more"
+
+
+def _errors_first(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: finding.severity != "error")
-
-
-def listed(examples: Sequence[object], count: int) -> str:
-    """Joins examples, and says how many more there are."""
-    named = ", ".join(str(example) for example in examples)
-    return named if count <= len(examples) else f"{named} and {count - len(examples):,} more"
 
 
 # ---- model: checks of a model's weights before the first step ----
@@ -529,7 +524,7 @@ def check_model_init(model: torch.nn.Module) -> Inspection:
     parameters = _measured(model.named_parameters())
     buffers = _measured(model.named_buffers())
     adapters = _adapter_parameters(model, parameters)
-    names = {
+    names: dict[str, list[str]] = {
         "nonfinite_tensors": [
             *(name for name, size in parameters.items() if not math.isfinite(size.largest)),
             *(name for name, size in buffers.items() if math.isnan(size.largest)),
@@ -541,39 +536,11 @@ def check_model_init(model: torch.nn.Module) -> Inspection:
     }
     total = len(parameters) + len(buffers)
     findings = [
-        _tensors_finding(kind, found, total if kind == "nonfinite_tensors" else len(parameters))
+        _finding(kind, found, total if kind == "nonfinite_tensors" else len(parameters), "tensors")
         for kind, found in names.items()
         if found
     ]
-    return Inspection(errors_first(findings), total, "tensors")
-
-
-_MODEL_FINDINGS: dict[str, tuple[str, str, FindingSeverity]] = {
-    "nonfinite_tensors": (
-        "NaN or Inf",
-        "Every loss will be NaN: load the weights again from a whole checkpoint, or check how they begin.",
-        "error",
-    ),
-    "all_zero_tensors": (
-        "nothing but zeros",
-        "Unless that is on purpose, they were missing from the checkpoint or never initialised: look for missing keys "
-        "in what from_pretrained said.",
-        "warning",
-    ),
-    "wildly_scaled_tensors": (
-        "values of quite another size than the rest of the model",
-        "Check how they were initialised, merged or converted, and whether the file is damaged.",
-        "warning",
-    ),
-}
-
-
-def _tensors_finding(kind: str, names: list[str], total: int) -> Finding:
-    what, remedy, severity = _MODEL_FINDINGS[kind]
-    examples: list[int | str] = [*names[:EXAMPLES]]
-    verb = "holds" if len(names) == 1 else "hold"
-    message = f"{len(names):,} of {total:,} tensors {verb} {what}: {listed(examples, len(names))}. {remedy}"
-    return Finding(kind, len(names), total, examples, message, severity)
+    return Inspection(_errors_first(findings), total, "tensors")
 
 
 @dataclass(frozen=True, slots=True)
