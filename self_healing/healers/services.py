@@ -124,7 +124,7 @@ class ServiceCalls(Healer):
         @functools.wraps(reward)
         async def guarded(*args: Any, **kwargs: Any) -> Any:
             # Of several that run at the same time, none can take back what the others have drawn or logged.
-            rewind = self._mark() if alone else _nothing
+            rewind = self._mark() if alone else lambda: None
             return await self.call_async(service, rewind, answered, *args, **kwargs)
 
         async def answered(*args: Any, **kwargs: Any) -> Any:
@@ -346,9 +346,6 @@ class _MetOthers(Exception):
     def __init__(self, error: Exception) -> None:
         super().__init__()
         self.error = error
-
-
-def _nothing() -> None: ...
 
 
 def _checked(answer: Any) -> Any:

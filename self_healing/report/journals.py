@@ -83,8 +83,7 @@ def _find_journal(place: Path) -> tuple[Path, RunStatus | None]:
         return place, None
     status = read_status(place)
     if status is not None and (told := place / status.journal).is_file():
-        # Not by its spelling: `..` of a directory that is a link leads elsewhere.
-        return (told.resolve() if ".." in told.parts else told), status
+        return told.resolve(), status
     return place / EVENTS_FILE, status
 
 

@@ -130,11 +130,7 @@ class StatusKeeper:
     def begin(self, run: str, journal: Path, step: int, max_steps: int, attempt: int) -> None:
         """`train()` is entered."""
         now, process, host = time.time(), Process.this_one(), socket.gethostname()
-        try:
-            where = os.path.relpath(journal, self.directory)
-        except ValueError:
-            # On another drive.
-            where = os.path.abspath(journal)
+        where = os.path.relpath(journal, self.directory)
         self._attempt = attempt
         self.status = RunStatus(
             run, where, max_steps, process.pid, host, now, step=step, since=now, process_began=process.began

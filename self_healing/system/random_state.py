@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -80,16 +80,10 @@ class RandomState:
 
     @classmethod
     def from_plain(cls, states: Mapping[str, Any]) -> RandomState:
-        """Makes the states of what [`to_plain`] gave in an earlier process, for the generators there are here."""
-        here = cls.capture()
-        name, words, *rest = states.get("numpy", here.numpy)
-        return cls(
-            states["python"],
-            (name, np.asarray(words, dtype=np.uint32), *rest),
-            states["cpu"],
-            list(states["devices"]),
-            states.get("device_type", "cpu"),
-        )
+        """Makes the states of what [`to_plain`] gave in an earlier process."""
+        name, words, *rest = states["numpy"]
+        numpy = (name, np.asarray(words, dtype=np.uint32), *rest)
+        return cls(states["python"], numpy, states["cpu"], list(states["devices"]), states["device_type"])
 
 
 def _numpy_state(generator: Any) -> Any:
@@ -173,7 +167,9 @@ class StepPrint:
         """
         Reads every gradient once and copies none: of a model of 8B parameters and 300 tensors, 5 MB at most are kept.
         """
-        flat = [_local(gradient).detach().reshape(-1) for gradient in gradients]
+        # Of a sharded gradient the part that this process has.
+        local = [each.to_local() if hasattr(each, "to_local") else each for each in gradients]
+        flat = [each.detach().reshape(-1) for each in local]
         if not flat:
             return cls(loss, torch.zeros(0), torch.zeros(0))
         # Of a model on several devices; read from one.
@@ -196,21 +192,10 @@ class StepPrint:
         return found if found.loss + found.gradient < float("inf") else None
 
 
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns the part of a sharded gradient that this process has."""
-    local = getattr(gradient, "to_local", None)
-    return gradient if local is None else local()
-
-
 def _sum_of_bits(flat: torch.Tensor) -> torch.Tensor:
     """Sums up the bits in pieces, because each is copied when it is summed up as integers."""
     bits = flat.view(_BITS[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for piece in _pieces(bits):
+    for piece in torch.split(bits, _CHUNK):
         total += piece.sum(dtype=torch.int64)
     return total
-
-
-def _pieces(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    for start in range(0, len(flat), _CHUNK):
-        yield flat[start : start + _CHUNK]

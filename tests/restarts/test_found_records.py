@@ -104,7 +104,6 @@ class TestARecord:
             {"incidents": ...},
             {"attempts": [3]},
             {"attempts": [{"number": 1, "ending": "asleep"}]},
-            {"incidents": [3]},
         ],
     )
     def test_of_another_version_or_damaged_cannot_be_read(self, tmp_path: Path, changes: dict[str, Any]) -> None:

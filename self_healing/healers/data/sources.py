@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...failures.classify import classify_exception, is_error
@@ -15,33 +16,27 @@ from .guard import MAX_BAD_IN_A_ROW, DataSourceError, Guard, LetPass, copy_of
 from .quarantine import BadSample, SampleName, describe_name
 
 
+@dataclass(eq=False)
 class SourceReader:
     """Reads a source to its end, past samples that raise."""
 
-    def __init__(
-        self,
-        open_source: Callable[[], Iterator[Any]],
-        guard: Guard,
-        where: Callable[[int], dict[str, Any]],
-        size: Callable[[Any], int] | None = None,
-    ) -> None:
-        self._open = open_source
-        self._guard = guard
-        self._where = where
-        self._size = size
-        # Of a stream whose samples go into batches, which need names: the first part of those.
-        self._shard: int | None = None
-        # Samples that are given before those of the source.
-        self.back: deque[tuple[SampleName, Any]] = deque()
-        self.source: Iterator[Any] | None = None
-        # Samples so far, those left out among them.
-        self.ordinal = 0
-        # What was given or left out so far, in pieces that may hold several samples, and which of them was left out.
-        self._position = 0
-        self._left_out: set[int] = set()
-        # What was given last, and the generators at the first opening: opened again, the source has to give the same.
-        self._last: Any = None
-        self._random: RandomState | None = None
+    _open: Callable[[], Iterator[Any]]
+    _guard: Guard
+    _where: Callable[[int], dict[str, Any]]
+    _size: Callable[[Any], int] | None = None
+    # Of a stream whose samples go into batches, which need names: the first part of those.
+    _shard: int | None = None
+    # Samples that are given before those of the source.
+    back: deque[tuple[SampleName, Any]] = field(default_factory=deque)
+    source: Iterator[Any] | None = None
+    # Samples so far, those left out among them.
+    ordinal: int = 0
+    # What was given or left out so far, in pieces that may hold several samples, and which of them was left out.
+    _position: int = 0
+    _left_out: set[int] = field(default_factory=set)
+    # What was given last, and the generators at the first opening: opened again, the source has to give the same.
+    _last: Any = None
+    _random: RandomState | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self

@@ -79,9 +79,8 @@ class LiveStream(SourceReader):
     """Gives the samples of a stream, once."""
 
     def __init__(self, dataset: Any, guard: Guard) -> None:
-        super().__init__(self._opened, guard, _where)
+        super().__init__(self._opened, guard, _where, _shard=worker_id() or 0)
         self._dataset = self._read = dataset
-        self._shard = worker_id() or 0
 
     def draw(self) -> tuple[SampleName, Any]:
         """Draws the next sample that can be used, and its name."""
@@ -295,6 +294,6 @@ def _opener(
 
     def open_shard(**kwargs: Any) -> Iterator[Any]:
         at = {"shard": next(shards), "worker": worker_id()}
-        return SourceReader(lambda: iter(function(**kwargs)), guard, lambda n: at | {"stream_ordinal": n}, size=size)
+        return SourceReader(lambda: iter(function(**kwargs)), guard, lambda n: at | {"stream_ordinal": n}, size)
 
     return open_shard

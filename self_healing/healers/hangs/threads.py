@@ -105,14 +105,11 @@ def user_line_of(frame: FrameType | None) -> str | None:
     """Finds the innermost line of user code: not Python's, nor an installed package's, and called by the trainer."""
     package = str(Path(__file__).parents[2]) + os.sep
     while frame is not None and not frame.f_code.co_filename.startswith(package):
-        if not _installed(frame.f_code.co_filename):
+        file = frame.f_code.co_filename
+        if not file.startswith((sys.base_prefix, "<frozen")) and "site-packages" not in file:
             return line_of(frame)
         frame = frame.f_back
     return None
-
-
-def _installed(file: str) -> bool:
-    return file.startswith((sys.base_prefix, "<frozen")) or "site-packages" in file
 
 
 def _describe_process(process: psutil.Process) -> str:
@@ -142,7 +139,9 @@ _TOLD = 5
 
 def collective_in(frame: FrameType | None) -> str | None:
     """Names the collective that a thread is in."""
-    while frame is not None and _leads_through(frame.f_code.co_filename):
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(_LEADS_THROUGH) or frame.f_code.co_filename.endswith(_MEASURED)
+    ):
         frame = frame.f_back
     if frame is None:
         return None
@@ -160,10 +159,6 @@ def collective_in(frame: FrameType | None) -> str | None:
     if _WAITS.search(linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)) is None:
         return None
     return "all_gather of weights" if frame.f_code.co_filename.endswith(_GATHERED) else "a collective begun before"
-
-
-def _leads_through(file: str) -> bool:
-    return file.startswith(_LEADS_THROUGH) or file.endswith(_MEASURED)
 
 
 def unfinished_collectives() -> list[str]:
