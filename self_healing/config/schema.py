@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import numbers
 import os
 import reprlib
 import sys
@@ -37,16 +36,10 @@ class Declared:
         return f"`{self.name}` in [{self.setting.section}]"
 
     def converted(self, value: Any) -> Any:
-        """Converts a value to what is kept: numbers and paths of other libraries become Python's own."""
+        """Converts a value to what is kept."""
         if get_origin(self.kind) is Literal:
             words = _YAML_WORDS[value] if isinstance(value, bool) else ()
             return next((choice for choice in get_args(self.kind) if choice in words), value)
-        if isinstance(value, bool | int | float | str):
-            return value
-        if self.kind is int and isinstance(value, numbers.Integral):
-            return int(value)
-        if self.kind is float and isinstance(value, numbers.Real):
-            return float(value)
         return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     def unmet(self, value: Any) -> str | None:

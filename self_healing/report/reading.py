@@ -133,7 +133,7 @@ class _Reader:
             began=attempts[0]["began"] if attempts else None,
             incidents=incidents,
             notices=tell_notices(self.events),
-            goodput=goodput(self.rows, incidents, attempts, until, state.step),
+            goodput=goodput(self.rows, incidents, attempts, until),
             budgets=budgets(started.get("limits", {}), incidents, recovery, self.summary.lr_reductions, state.step),
             attempts=attempts,
             ranks=self._ranks(),
@@ -243,9 +243,6 @@ class _Reader:
         try:
             text = (self.directory / _QUARANTINE_FILE).read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
-            return []
-        except OSError as error:
-            self.remarks.append(f"{_QUARANTINE_FILE} cannot be read ({error}).")
             return []
         lines, torn = parse_lines(text)
         if torn:

@@ -89,7 +89,7 @@ class Goodput:
     healing: float
     down: float
     other: float
-    share: float | None
+    share: float
     steps_useful: int
     steps_done: int
 
@@ -309,8 +309,6 @@ def plain(value: Any) -> str:
 def goodput_line(goodput: Goodput) -> str:
     """Where the wall time went, in a line."""
     steps = f"{goodput.steps_useful:,} of {counted(goodput.steps_done, 'step')} computed are in the weights"
-    if goodput.share is None:
-        return f"Goodput: {steps}; wall time {duration(goodput.wall)}."
     parts = (
         ("lost steps", goodput.lost_steps),
         ("healing", goodput.healing),

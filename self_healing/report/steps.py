@@ -102,17 +102,13 @@ def goodput(
     incidents: Sequence[IncidentStory],
     attempts: Sequence[Entry],
     until: float | None,
-    step: int,
 ) -> Goodput | None:
-    """Reckons where the wall time of a run went; `None` if it is not known when it began."""
+    """Reckons where the wall time of a run went; `None` if no step of it is known, or not when it began."""
     began = attempts[0]["began"] if attempts else None
-    if began is None or until is None:
+    if began is None or until is None or not rows:
         return None
     wall = max(until - began, 0.0)
     missing = sum(incident.steps_lost for incident in incidents)
-    if not rows:
-        repeated = sum(incident.steps_repeated for incident in incidents)
-        return Goodput(wall, 0.0, 0.0, 0.0, 0.0, wall, None, max(step - missing, 0), step + repeated)
     # Not known where something was healed in the step.
     usual = median([row.busy for row in rows if math.isfinite(row.busy)] or [0.0])
     kept, discarded = branches(row if math.isfinite(row.busy) else row._replace(busy=usual) for row in rows)
@@ -131,7 +127,7 @@ def goodput(
         parts.append(min(max(seconds, 0.0), left))
         left -= parts[-1]
     down, useful, lost, healing = parts
-    done, share = sum(row.steps for row in (*kept, *again)), useful / wall if wall > 0 else None
+    done, share = sum(row.steps for row in (*kept, *again)), useful / wall if wall > 0 else 0.0
     return Goodput(wall, useful, lost, healing, down, left, share, useful_steps - rolled_back, done)
 
 

@@ -89,8 +89,7 @@ def state_of(pid: int, began: float) -> State:
         if began and abs(_began(process) - began) > 1.0:
             return State.GONE
         status = process.status()
-    except (psutil.NoSuchProcess, ValueError, OverflowError):
-        # A number that no process can have, as it is negative, is no `psutil.Error`.
+    except psutil.NoSuchProcess:
         return State.GONE
     except psutil.Error:
         return State.UNKNOWN

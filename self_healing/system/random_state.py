@@ -170,8 +170,6 @@ class StepPrint:
         # Of a sharded gradient the part that this process has.
         local = [each.to_local() if hasattr(each, "to_local") else each for each in gradients]
         flat = [each.detach().reshape(-1) for each in local]
-        if not flat:
-            return cls(loss, torch.zeros(0), torch.zeros(0))
         # Of a model on several devices; read from one.
         device = flat[0].device
         sums = torch.stack([_sum_of_bits(each).to(device) for each in flat])

@@ -313,7 +313,6 @@ def test_the_processes_of_a_run_are_those_of_its_record(made_up: MadeUpDirectory
         (1, "restart", 30, BEGAN + 1),
         (2, "stopped", 44, BEGAN + 500),
     ]
-    assert report.goodput is not None
     left = {each.setting: (each.used, each.limit) for each in report.budgets}
     assert left["max_recovery_attempts"] == (2, 6)
     assert left["max_lr_reductions"] == (1, 4)

@@ -164,10 +164,6 @@ class GuardedDataset(Proxy):
             bad.clear()
             yield found, sample
 
-    def refuse(self, name: SampleName, sample: Any) -> None:
-        # It stays in the dataset.
-        pass
-
     def describe(self, name: SampleName) -> dict[str, Any]:
         return {"dataset_index": int(name), "worker": worker_id()}
 
@@ -264,9 +260,7 @@ class GuardedCollator(Proxy):
         found = next(self.supply.substitutes(name), None)
         if found is None:
             return False
-        fits = self._attempt([*samples[:row], found[1], *samples[row + 1 :]])[1] is None
-        self.supply.refuse(*found)
-        return fits
+        return self._attempt([*samples[:row], found[1], *samples[row + 1 :]])[1] is None
 
     def _substitute(self, name: SampleName, bad: list[BadSample]) -> tuple[SampleName, Any] | None:
         for tried, (found, sample) in enumerate(self.supply.substitutes(name)):

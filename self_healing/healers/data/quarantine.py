@@ -55,9 +55,6 @@ class BadSample:
     def name(self) -> SampleName:
         if self.dataset_index is not None:
             return self.dataset_index
-        if self.stream_ordinal is None:
-            # Unknown where it is: told from others by what it looks like.
-            return f"?:{self.text_hash or content_name(self.preview, self.error)}"
         stage = "" if self.stage is None else f"@{self.stage}"
         return f"{self.shard}:{self.stream_ordinal}{stage}"
 
@@ -215,8 +212,6 @@ def describe_name(name: SampleName) -> str:
     if isinstance(name, int):
         return f"sample {name}"
     shard, _, rest = name.partition(":")
-    if shard == "?":
-        return "a sample of the stream"
     return f"sample {rest.partition('@')[0]} of shard {shard}"
 
 
@@ -294,8 +289,7 @@ class Quarantine:
 
     def _quarantine_rows(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         window, diagnosis, trainer = context.step_in_hand, context.diagnosis, context.running.trainer
-        if diagnosis is None:
-            raise ValueError("quarantine_rows needs the diagnosis that names the rows")
+        assert diagnosis is not None, "it names the rows"
         rows = _rows_of(window, diagnosis.poison, trainer.processing_class, self._keep_text)
         self.add(rows, window.step, window.epoch, context.incident.id)
         named = ("dataset_index", "content_hash", "prompt")
@@ -319,8 +313,7 @@ def _rows_of(window: Window, poison: Mapping[int, list[int]], tokenizer: Any, ke
     rows = []
     for index, bad in poison.items():
         layout, batch, sources = window.layout(index), window.prepared[index], window.sources(index)
-        if layout is None:
-            continue
+        assert layout is not None, "its rows were tried one by one"
         for row in bad:
             source = sources[row] if row < len(sources) else RowSource()
             text = row_text(batch, layout, row, tokenizer, text_keys)

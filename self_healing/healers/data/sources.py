@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ from ...failures.recipes import FailureType
 from ...system.random_state import RandomState
 from ..inspection import columns_of, digest_of
 from .guard import MAX_BAD_IN_A_ROW, DataSourceError, Guard, LetPass, copy_of
-from .quarantine import BadSample, SampleName, describe_name
+from .quarantine import BadSample, describe_name
 
 
 @dataclass(eq=False)
@@ -26,8 +25,6 @@ class SourceReader:
     _size: Callable[[Any], int] | None = None
     # Of a stream whose samples go into batches, which need names: the first part of those.
     _shard: int | None = None
-    # Samples that are given before those of the source.
-    back: deque[tuple[SampleName, Any]] = field(default_factory=deque)
     source: Iterator[Any] | None = None
     # Samples so far, those left out among them.
     ordinal: int = 0
@@ -43,7 +40,7 @@ class SourceReader:
 
     def __next__(self) -> Any:
         guard = self._guard
-        if self.source is None or guard.off or self.back:
+        if self.source is None or guard.off:
             return self._otherwise()
         try:
             given = next(self.source)
@@ -104,11 +101,8 @@ class SourceReader:
                 assert self.source is not None
                 behind = next(self.source)
             except StopIteration:
-                if _in_a_generator(error):
-                    # What feeds it is dead.
-                    return self._tried_again(failed, error)
-                self._leave_out(failed)
-                raise
+                # What feeds it is dead.
+                return self._tried_again(failed, error)
             except BaseException as again:
                 if not is_error(again):
                     raise
@@ -192,16 +186,6 @@ class SourceReader:
             "its own, seeded in `__iter__`, or move the code that raises into a function given to `map`, where a "
             "sample can be left out."
         )
-
-
-def _in_a_generator(error: BaseException) -> bool:
-    """Whether an exception came through a generator, which is dead then."""
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_flags & inspect.CO_GENERATOR:
-            return True
-        trace = trace.tb_next
-    return False
 
 
 def _cannot_be_passed(failed: list[BadSample], error: BaseException) -> DataSourceError:

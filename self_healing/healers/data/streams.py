@@ -67,10 +67,6 @@ class GuardedStream(Proxy, IterableDataset):  # type: ignore[type-arg]
         # To the end of the stream: drawing never gives `None`.
         return iter(()) if self.live is None else iter(self.live.draw, None)
 
-    def refuse(self, name: SampleName, sample: Any) -> None:
-        if self.live is not None:
-            self.live.back.appendleft((name, sample))
-
     def describe(self, name: SampleName) -> dict[str, Any]:
         return _where(int(str(name).partition(":")[2]))
 
@@ -93,10 +89,6 @@ class LiveStream(SourceReader):
         return self._guard.names.pop(), sample
 
     def _otherwise(self) -> Any:
-        if self.back:
-            name, sample = self.back.popleft()
-            self._guard.names.append(name)
-            return sample
         try:
             return super()._otherwise()
         except LetPass as passed:

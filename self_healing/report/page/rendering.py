@@ -207,11 +207,7 @@ def _figures(report: RunReport, tellings: Sequence[Entry]) -> list[tuple[str, st
     became = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
     found = [("Incidents", str(len(tellings)), became or "nothing had to be healed")]
     if (goodput := report.goodput) is not None:
-        wall = short_duration(goodput.wall)
-        if goodput.share is None:
-            found.append(("Wall time", wall, "from the first process to the newest"))
-        else:
-            found.append(("Goodput", percent(goodput.share), f"of {wall} of wall time"))
+        found.append(("Goodput", percent(goodput.share), f"of {short_duration(goodput.wall)} of wall time"))
     lost = "not known" if report.lost.endswith("known") else str(report.steps_lost)
     again = f"{counted(report.steps_repeated, 'step') if report.steps_repeated else 'none'} done again"
     found.append(("Steps lost", lost, again))
@@ -301,7 +297,7 @@ def _facts(line: Entry) -> list[tuple[str, str]]:
 
 def _goodput(goodput: Goodput | None) -> Entry | None:
     """The bar of a thousand units that shows where the wall time went."""
-    if goodput is None or goodput.wall <= 0 or goodput.share is None:
+    if goodput is None or goodput.wall <= 0:
         return None
     parts: list[Entry] = []
     begin = 0.0
