@@ -11,7 +11,7 @@ from typing import Any
 from ..failures.recipes import FAILURE_RECIPES, FailureType
 from ..journal.incident import Incident, counted, describe, figures
 from .journals import Event, incident_of, told_once
-from .records import Entry, IncidentStory, capital, spoken
+from .records import Entry, IncidentStory, capital, plain, spoken
 
 
 # What every line of a journal has, and what is told in other words.
@@ -168,8 +168,7 @@ def _experiments(evidence: Mapping[str, Any]) -> Iterable[str]:
     if evidence.get("ranks") and isinstance(evidence["ranks"], list):
         yield f"Found on rank {', '.join(map(str, evidence['ranks'][:_LISTED]))}."
     if "same_batch" in evidence:
-        same = evidence["same_batch"]
-        yield f"The same batch with trusted weights: {_scalars(same) if isinstance(same, Mapping) else _shown(same)}."
+        yield f"The same batch with trusted weights: {plain(evidence['same_batch'])}."
     if evidence.get("diagnosis"):
         yield f"{capital(str(evidence['diagnosis']).removesuffix('.'))}."
 
@@ -200,14 +199,10 @@ def _outcome(event: Event) -> str:
 def _scalars(values: Mapping[str, Any]) -> str:
     """The numbers and short texts among some values, in a line."""
     return ", ".join(
-        f"{spoken(key)} {_shown(value)}"
+        f"{spoken(key)} {plain(value)}"
         for key, value in values.items()
         if value is not None and not isinstance(value, Mapping | list) and len(str(value)) <= 120
     )
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 # ---- what needed no action ----

@@ -11,7 +11,6 @@ from typing import Any
 
 from ...failures.recipes import Action, FailureType
 from ...failures.retry import RetryPolicy
-from ...hf.adapter import Instrument
 from ...hf.dataloader import TrainingLoader
 from ...run.healer import Healer, HealingContext
 from ...run.run import Run
@@ -52,14 +51,14 @@ class SampleHealer(Healer):
 
     def attach(self, first: bool) -> None:
         """Guards the training data. A loader of a kind that cannot be guarded is left as it is."""
-        loading = TrainingLoader(self._instrument.trainer)
+        loading = TrainingLoader(self.run.instrument.trainer)
         if loading.dataset is not None:
             self._attach(loading)
         else:
             logger.info("The training data are not guarded: their loader is of a kind that cannot be.")
 
     def _attach(self, loading: TrainingLoader) -> None:
-        instrument, run = self._instrument, self.run
+        instrument, run = self.run.instrument, self.run
         args = instrument.trainer.args
         fingerprint = dataset_fingerprint(loading.dataset)
         names_only = self.config.on_bad_sample == "raise"
@@ -96,14 +95,10 @@ class SampleHealer(Healer):
     def _stream_began(self, sample: Any) -> None:
         """If a stream begins with another row than before, what is skipped was not trained."""
         journal, row = self.run.journal, digest_of({"row": sample})
-        epoch = int((self._instrument.trainer.state.epoch or 0) + 1e-6)
+        epoch = int((self.run.instrument.trainer.state.epoch or 0) + 1e-6)
         if self._quarantine.first_rows.setdefault(epoch, row) != row and journal.incidents:
             journal.doubt = "the stream has not begun again at its first row: rows may have been skipped twice"
             journal.dealt_with(journal.incidents[-1])
-
-    @property
-    def _instrument(self) -> Instrument:
-        return self.run.instrument
 
     def fetch_failed(self, error: BaseException) -> None:
         if self._known is not None and isinstance(error, DataSourceError):
@@ -128,7 +123,10 @@ class SampleHealer(Healer):
             self.run.dealing_with(given_up).close("resolved")
         self._report(new, retried)
         # By all ranks, as the bad samples are those of all.
-        step, accumulation = self._instrument.view.step, self._instrument.trainer.args.gradient_accumulation_steps
+        step, accumulation = (
+            self.run.instrument.view.step,
+            self.run.instrument.trainer.args.gradient_accumulation_steps,
+        )
         drawn = (step + 1) * int(accumulation) * loading.samples_per_batch * processes.world_size()
         whole = math.inf if loading.samples is None else loading.samples
         bad, limit = known.bad, self.config.max_bad_fraction * min(whole, max(drawn, _FEWEST_SAMPLES))
@@ -141,7 +139,7 @@ class SampleHealer(Healer):
             evidence["retried"] = list(retried)
         named = [str(sample) for sample in new] or list(retried)
         cause = "; ".join(named[:5]) + (f"; and {len(named) - 5} more" if len(named) > 5 else "")
-        with self.run.incident(self._instrument.view.step, "bad_sample", evidence) as opened:
+        with self.run.incident(self.run.instrument.view.step, "bad_sample", evidence) as opened:
             opened.diagnosed(FailureType.BAD_DATA, cause)
             opened.acted(Action.RETRY_CALL)
             if new:
@@ -160,7 +158,7 @@ class SampleHealer(Healer):
         self._end("too_many_bad_samples", {"bad": len(bad), "limit": limit, "drawn": drawn}, verdict, None)
 
     def _end(self, symptom: str, evidence: dict[str, Any], verdict: str, error: Exception | None) -> None:
-        instrument = self._instrument
+        instrument = self.run.instrument
         with self.run.incident(instrument.view.step, symptom, evidence) as opened:
             opened.diagnosed(FailureType.BAD_DATA, symptom.replace("_", " "))
             context = HealingContext(opened.incident, instrument, verdict=verdict, error=error)

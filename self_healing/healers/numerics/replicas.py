@@ -118,12 +118,12 @@ class ReplicaHealer(NumericsHealer):
         apart: Mapping[Group, Sequence[str]],
     ) -> None:
         assert self._replicas is not None
-        incident, step, device = opened.incident, self.instrument.view.step, self.instrument.view.device
-        # Before anything is done about it, which may end the run.
-        opened.diagnosed(FailureType.REPLICAS_DIFFER, "weights of one rank differ")
+        step, device = self.instrument.view.step, self.instrument.view.device
         odd = odd_by_majority(of_ranks, apart)
+        # Before anything is done about it, which may end the run.
+        self._name(opened, odd)
         found = Apart.among(self._replicas.tensors(), apart, device) if odd is None else None
-        context = HealingContext(incident, self.instrument, window)
+        context = HealingContext(opened.incident, self.instrument, window)
         context.unlike_from = None if self.same_at is None else self.same_at + 1
         context.verdict = "the weights of the ranks are not the same any more"
         rung, spent = self.numerics.ladder.climb(FailureType.REPLICAS_DIFFER, step, frozenset())
@@ -132,30 +132,27 @@ class ReplicaHealer(NumericsHealer):
             if self._hit:
                 times = (f"rank {rank} ({count} times)" for rank, count in self._hit.most_common(3))
                 context.verdict += f"; hit so far: {', '.join(times)}"
-            self._name(opened, odd)
             self.actions.apply(rung.actions, context, self.args)
         if not self.rollback.can_go_back():
-            self.off = True
-            self._name(opened, odd)
-            incident.evidence["why"] = "there is no trusted state to go back to; the ranks go on as they are"
-            opened.close("reported")
+            self._give_up(opened, "there is no trusted state to go back to; the ranks go on as they are")
             return
         self.actions.apply(rung.actions, context, self.args)
         self.climb.owe_checkpoint(context.went_back)
         after = self._sums_of_ranks("sums of the weights gone back to")
         if unlike(after):
-            self.off = True
-            self._name(opened, odd)
-            incident.evidence["why"] = "the trusted state differs as well; from here on they are not compared"
-            opened.close("reported")
+            self._give_up(opened, "the trusted state differs as well; from here on they are not compared")
             return
         if found is not None and not window.skipped:
             # The weights are those that were compared, as they should have been.
             distance = found.distance_from(self._replicas.tensors())
             distances = votes.from_every_rank("how far the weights were off", distance, device)
-            odd = outlier_by_distance(of_ranks, after, distances, apart)
-        self._name(opened, odd)
+            self._name(opened, outlier_by_distance(of_ranks, after, distances, apart))
         opened.wait()
+
+    def _give_up(self, opened: OpenIncident, why: str) -> None:
+        self.off = True
+        opened.incident.evidence["why"] = why
+        opened.close("reported")
 
     def _name(self, opened: OpenIncident, odd: list[int] | None) -> None:
         """Says which ranks were hit, if that can be told."""
