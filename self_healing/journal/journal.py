@@ -23,7 +23,7 @@ from ..system import processes
 from ..system.files import EVENTS_FILE, POSTMORTEM_FILE, append_line, jsonable, of_rank, rank_in, replace_file
 from ..system.processes import log_safely
 from .incident import HEALED, IN_DOUBT, OF_RANK, Incident, describe, figures, headline
-from .postmortem import Directions, Postmortem
+from .postmortem import Postmortem, directions_to
 from .terminal import HEADLINE_WIDTH
 
 
@@ -57,7 +57,7 @@ class Journal:
         # Incidents of others that are the same events as its own, by their ids.
         self._shared: set[str] = set()
         # Of the last postmortem.
-        self.directions: Directions | None = None
+        self.directions: str | None = None
         # Set by what keeps the record of the run: called at each change, and the processes so far for a postmortem.
         self.changed: Callable[[], None] | None = None
         self.attempts: Callable[[], list[dict[str, Any]]] = list
@@ -309,5 +309,5 @@ class Journal:
         self.event("postmortem", ending.step, verdict=ending.verdict, failure=ending.failure.value, path=str(path))
         self.alert("self_healing: run ended", ending.verdict, "error", ending.step)
         written = str(path) if str(path) not in self._broken_sinks else None
-        self.directions = Directions(written, ending.resume_with)
+        self.directions = directions_to(written, ending.resume_with)
         return written

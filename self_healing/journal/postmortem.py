@@ -29,17 +29,11 @@ _OF_A_KNOWN_ERROR = ("name", "cause", "fix", "reference")
 _LOGGED = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Directions:
+def directions_to(postmortem: str | None, resume_with: str | None) -> str:
     """The last lines of a run that ended badly: where its postmortem is, and how to resume."""
-
-    postmortem: str | None
-    resume_with: str | None
-
-    def __str__(self) -> str:
-        written = self.postmortem or "could not be written; the log above says why"
-        go_on = self.resume_with or "not possible: this run has no checkpoint, please start it again"
-        return f"self_healing: postmortem: {written}\nself_healing: to resume: {go_on}"
+    written = postmortem or "could not be written; the log above says why"
+    go_on = resume_with or "not possible: this run has no checkpoint, please start it again"
+    return f"self_healing: postmortem: {written}\nself_healing: to resume: {go_on}"
 
 
 def where_to_go_on(checkpoint: str | None) -> str:
@@ -107,7 +101,6 @@ class Postmortem:
             "resume_with": self.resume_with,
             "attempts": list(attempts),
             "chain": [incident.to_dict() for incident in incidents],
-            "initiating_incident": incidents[0].id if incidents else None,
             "metric_tail": list(self.log_history)[-_LOGGED:],
             "journal": str(journal),
             "versions": {

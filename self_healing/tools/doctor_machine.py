@@ -10,7 +10,8 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -190,16 +191,9 @@ def _look_together(store: Any, job: Job) -> None:
     dist.all_gather_object(told, (row, wrong, changed))
     job.rows = [row for row, _, _ in told]
     computed = {row["rank"]: "its device computes wrong results" for row, wrong, _ in told if wrong}
-    job.wrong = changed_on_the_way([changed for _, _, changed in told]) | computed
-
-
-def changed_on_the_way(seen: Sequence[Sequence[int]]) -> dict[int, str]:
-    """Finds whose numbers were changed in a sum, from what each rank has seen to arrive changed."""
-    ranks, most = range(len(seen)), len(seen) / 2
-    givers = {rank: "what it sends arrives changed" for rank in ranks if sum(rank in each for each in seen) > most}
-    takers = {rank: "what it receives is changed" for rank in ranks if len(seen[rank]) > most}
-    involved = {by for by in ranks if seen[by]}.union(*seen)
-    return takers | givers or {rank: "what it sends or receives is changed" for rank in involved}
+    seen = Counter(rank for _, _, changed in told for rank in changed)
+    arrived = {rank: f"what it sends arrives changed at {times} of {job.ranks} ranks" for rank, times in seen.items()}
+    job.wrong = arrived | computed
 
 
 def check_device(device: torch.device) -> tuple[bool, str | None]:

@@ -199,7 +199,7 @@ class Shutdown:
         # The traceback is what is looked at first.
         directions = self.run.journal.directions
         if directions is not None:
-            add_note(error, str(directions))
+            add_note(error, directions)
 
     def _write_down(self, error: BaseException) -> None:
         run, attempts, why = self.run, self.attempts, describe_exception(error)
