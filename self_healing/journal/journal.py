@@ -44,6 +44,8 @@ class Journal:
         self.run_id = run_id
         self.rank = rank
         self.path = of_rank(directory / EVENTS_FILE, rank)
+        # The end of the ids of this rank: each numbers its incidents by itself.
+        self._suffix = "" if rank == 0 else f"{OF_RANK}{rank}"
         self.attempt = 0
         self.incidents: list[Incident] = []
         # The totals of a run that this one goes on from without its incidents: a resume by hand.
@@ -96,11 +98,6 @@ class Journal:
             self.incidents.append(incident)
         self._tell_of(incident, "detected", symptom=symptom, evidence=incident.evidence)
         return incident
-
-    @property
-    def _suffix(self) -> str:
-        """The end of the ids of this rank: each numbers its incidents by itself."""
-        return "" if self.rank == 0 else f"{OF_RANK}{self.rank}"
 
     def _is_own(self, incident: Incident) -> bool:
         """Whether this rank has had it; of one that it has taken up from the first rank, that one tells."""

@@ -124,6 +124,12 @@ class NumericsHealer:
         opened.diagnosed(failure, cause)
         return opened
 
+    def end(self, context: HealingContext, verdict: str) -> None:
+        """Ends the run: too much was left out, or there is nothing left to try."""
+        context.verdict = verdict
+        self.numerics.limits.reset()
+        self.actions.apply(THE_END, context, self.args)
+
     def keep_batch(self, window: Window, incident: Incident) -> None:
         """Keeps the batch of a step for replay."""
         # Token ids can be decoded to text of the training data.

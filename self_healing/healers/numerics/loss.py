@@ -254,10 +254,8 @@ class SpikeHealer(NumericsHealer):
             return
         if again.finite:
             limits.spike_skips.append(symptom.step)
-        context.verdict = limits.note(skipped=True, explained=True)
-        if context.verdict:
-            limits.reset()
-            self.actions.apply(THE_END, context, self.args)
+        if stop := limits.note(skipped=True, explained=True):
+            self.end(context, stop)
 
     def report(self, symptom: Symptom) -> None:
         """Journals a spike that nothing is done about."""

@@ -95,9 +95,7 @@ class NonfiniteHealer(NumericsHealer):
             self.climb.take_rung(context, diagnosis.failure, verdict=stop)
             opened.wait()
             return
-        context.verdict = stop
-        self.numerics.limits.reset()
-        self.actions.apply(THE_END, context, self.args)
+        self.end(context, stop)
 
     def _actions_against(self, diagnosis: Diagnosis) -> tuple[Action, ...]:
         if not self.acts:
