@@ -224,7 +224,7 @@ class SelfHealingTrainer:
             run.part(Shutdown).finish()
         finally:
             args.eval_on_start, args.ignore_data_skip = theirs
-            for leave in (
+            leaving: list[Callable[[], object]] = [
                 partial(adopt_run, self.trainer, None),
                 run.part(Preemption).release,
                 partial(self._let_go, run),
@@ -234,7 +234,8 @@ class SelfHealingTrainer:
                 run.part(HangWatch).close,
                 closing.write,
                 partial(tell_end, run, left_by),
-            ):
+            ]
+            for leave in leaving:
                 with contained(logger, _LEFT):
                     leave()
             if run.part(Shutdown).ends_process:

@@ -180,7 +180,7 @@ def _finished_steps(checkpoint: Path) -> int:
     if not file.is_file():
         raise Unusable(f"{STATE_FILE} is missing: it is written last, so the others may not be whole")
     with reading(file):
-        step = TrainerState.load_from_json(str(file)).global_step
+        step: int = TrainerState.load_from_json(str(file)).global_step
     number = number_of(checkpoint)
     if number is not None and number != step:
         raise Unusable(f"{STATE_FILE} is of step {step}, not of {number}")
