@@ -72,7 +72,7 @@ class Instrument:
         self.started_at = started_at
         # While a step that can be left out is computed, what is logged of it is filtered here, once, and not by the
         # Trainer, which waits for the device twice for each micro-batch.
-        self._filter_taken = self._filters_loss = self._notes_prepared = False
+        self._filter_taken = self._filters_loss = False
         # Whether others may draw random numbers, or change what is trained, between the fetch and the first forward.
         self._others_begin_steps = True
         # Undo what healers have done to the trainer, when it is given back.
@@ -137,7 +137,6 @@ class Instrument:
                 self.replace(trainer, name, self._in_section(section, _unchanged))
         self.replace(trainer, "_load_best_model", self._in_section("load_best_model", _unchanged))
         self.one_rank.attach()
-        self._notes_prepared = self.objective.online or self.one_rank.possible
         self._others_begin_steps = any(
             takes_part(each, "on_step_begin") for each in trainer.callback_handler.callbacks
         )
@@ -330,8 +329,10 @@ class Instrument:
             try:
                 try:
                     call = model, inputs, args, kwargs
-                    if self._notes_prepared:
-                        with self._noting_what_is_prepared(window):
+                    if self.one_rank.possible:
+                        self.one_rank.begin(window)
+                    if self.objective.online and not window.losses:
+                        with self._noting_what_is_generated(window):
                             loss = self.call.run(call, window.note_exception)
                     else:
                         loss = self.call.run(call, window.note_exception)
@@ -343,41 +344,26 @@ class Instrument:
                 if ran_out is not None:
                     # Outside of the handler: the exception, and with it what the failed attempt held, is gone.
                     loss, tokens = self._until_it_fits(window, ran_out, before)
+                if self.one_rank.possible:
+                    self.one_rank.end()
+                    if len(window.losses) + 1 == window.size:
+                        self.one_rank.check_sent()
             except BaseException as error:
                 self.failsafe.leaves_with(error)
                 raise
             window.add_loss(loss, tokens)
-            if self.one_rank.possible:
-                self._micro_batch_ends(window)
             if self.retry.watched:
                 self.retry.on_success()
             return loss
         finally:
             self.heartbeat.leave()
 
-    def _micro_batch_ends(self, window: Window) -> None:
-        self.one_rank.end()
-        if window.complete:
-            with self.failsafe.leaving_on_exception():
-                self.one_rank.check_sent()
-
-    def _noting_what_is_prepared(self, window: Window) -> contextlib.AbstractContextManager[None]:
-        """
-        Keeps the rows that a trainer generates for the first call of a step, which need not be generated twice, and on
-        one of several ranks each micro-batch as it was prepared.
-        """
-        generates = self.objective.online and not window.losses
-        if self.one_rank.possible:
-            self.one_rank.begin()
-        elif not generates:
-            return contextlib.nullcontext()
+    def _noting_what_is_generated(self, window: Window) -> contextlib.AbstractContextManager[None]:
+        """Keeps the rows that a trainer generates for the first call of a step, which need not be generated twice."""
 
         def note(batch: Any) -> Any:
             with self.failsafe.contained():
-                if generates:
-                    window.note_generated(batch, self.ledger.capture())
-                if self.one_rank.possible:
-                    self.one_rank.note(batch)
+                window.note_generated(batch, self.ledger.capture())
             return batch
 
         return self.engine.preparing(note)

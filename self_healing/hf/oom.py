@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer
 
 from ..failures import recipes
 from ..failures.recipes import TrainingFault
@@ -153,12 +154,18 @@ class OneRankRetry:
         self._refusal = ""
         self._first_step = 0
         self._parameters: list[torch.nn.Parameter] = []
-        # Of the micro-batch that is being computed, as of when it was prepared.
+        # Whether what prepares a micro-batch neither draws random numbers nor counts.
+        self._only_moves = type(self._trainer)._prepare_inputs is Trainer._prepare_inputs
+        self._preparing = False
+        # Of the micro-batch that is being computed: where its step began, if it is the first; as of when it was
+        # prepared.
+        self._start: Bookkeeping | None = None
         self._prepared: Any = None
         self._before: Bookkeeping | None = None
         self._gradients: list[tuple[int, int] | None] = []
         self._collectives: int | None = None
-        self._begun = votes.Collectives().begun
+        self._begun = votes.collectives_begun
+        self._failsafe: Failsafe = instrument.failsafe
         # Forwards of the wrapped model in this attempt, and in the one that came furthest.
         self._forwards = self._sent_before = 0
         # What was asked through accelerate, and what came back; how often this attempt has asked; whether it does.
@@ -186,6 +193,7 @@ class OneRankRetry:
             self._replaced.wrap(model, "_post_forward", self._post_forward)
         else:
             self._replaced.wrap(model, "forward", self._forward)
+        self._replaced.wrap(self._trainer, "_prepare_inputs", self._prepare)
         for name in _ASKING:
             self._replaced.wrap(self._trainer.accelerator, name, functools.partial(self._ask, name))
 
@@ -203,11 +211,14 @@ class OneRankRetry:
                 return "DistributedDataParallel spans some of the ranks only"
         return "" if self._begun() is not None else "the backend does not count its collectives"
 
-    def begin(self) -> None:
+    def begin(self, window: Window) -> None:
         """Called before a micro-batch, where it is [`possible`] to begin it again, as the rest of what follows."""
         self.end()
         self._forwards = self._sent_before = self._asked = 0
         self._collectives = self._begun()
+        # The Trainer's own preparation moves a batch to the device: the first one begins where its step does.
+        self._start = window.start if self._only_moves and not window.losses else None
+        self._preparing = True
 
     def check_sent(self) -> None:
         """Raises where DDP has not sent all gradients of a step: others would take a vote for some of them."""
@@ -223,14 +234,22 @@ class OneRankRetry:
                 "DistributedDataParallel wrapper (where nothing counts, take the backward of 0.0 * loss)"
             )
 
-    def note(self, batch: Any) -> None:
-        """Called with the micro-batch as the trainer has prepared it: here it can be begun again."""
-        # A copy: `compute_loss` may pop keys from the batch it is given.
-        self._prepared = copy.copy(batch)
-        # The running loss is not rewound.
-        self._before = self._ledger.capture(running_loss=self._trainer._tr_loss)
-        self._gradients = self._versions()
-        self._collectives = self._begun()
+    def _prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Keeps the micro-batch as the trainer has prepared it: there it can be begun again."""
+        batch = original(*args, **kwargs)
+        if self._preparing:
+            self._preparing = False
+            try:
+                # A copy: `compute_loss` may pop keys from the batch it is given.
+                self._prepared = copy.copy(batch)
+                # The running loss is not rewound.
+                self._before = self._start or self._ledger.capture(running_loss=self._trainer._tr_loss)
+                self._gradients = self._versions()
+                self._collectives = self._begun()
+            except Exception as error:
+                if not self._failsafe.contains(error):
+                    raise
+        return batch
 
     def why_not(self, place: Place = "forward") -> str:
         """Says why what has failed cannot be computed again on this rank alone; empty if it can."""
@@ -263,7 +282,8 @@ class OneRankRetry:
 
     def end(self) -> None:
         """Called after a micro-batch: what is kept of it is let go."""
-        self._before = self._prepared = None
+        self._before = self._prepared = self._start = None
+        self._preparing = False
         self._answers.clear()
 
     def _pre_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -281,7 +301,8 @@ class OneRankRetry:
         elif after != before:
             # Sent, and not to be sent again: the micro-batch goes on from the buffers that came.
             self._collectives += after - before
-            self._before = self._ledger.with_buffers_of_now(self._before)
+            if self._before.buffers:
+                self._before = self._ledger.with_buffers_of_now(self._before)
         self._entered = after
         return result
 

@@ -47,7 +47,7 @@ class OptimizerStep:
         inner = unwrap_optimizer(trainer.optimizer)
         self._optimizer = inner if isinstance(inner, torch.optim.Optimizer) else None
         self._handles: list[Any] = []
-        self._begun = votes.Collectives().begun
+        self._begun = votes.collectives_begun
         # The factor in force on the learning rates, and the step whose update it was for.
         self._scale_at, self._scale = -1, 1.0
         self._several = processes.world_size() > 1

@@ -30,8 +30,8 @@ _T = TypeVar("_T")
 # The lowest loss and gradient norm, and the highest, as float32.
 Bounds = tuple[tuple[float, float], tuple[float, float]]
 
-# The one vote of a healthy step: loss, norm, digest of the weights, four wishes, and whether we have failed.
-_THE_STEP, _FAILED = "the step", 2 + DIGEST_PARTS + 4
+# The one vote of a healthy step: loss and norm; then digest of the weights, four wishes, and whether we have failed.
+_THE_STEP, _FAILED = "the step", DIGEST_PARTS + 4
 
 
 class Window:
@@ -151,13 +151,14 @@ class Window:
             # Not tried twice: the norm may be a collective, which one of the processes cannot begin again.
             # What a rank wants travels with the numbers: no collective of its own, and nothing at all on one process.
             wishes = stop, roll_back, news, leave, self.failed
-            found = votes.sum_over_ranks(_THE_STEP, self._answers(wishes, digest), self.engine.view.device)
-            self.agreed = True
-            if found[_FAILED] > 0:
-                raise _rank_failed(found)
-            loss, norm, *rest = found[:_FAILED]
-            self.apart = are_apart(rest[:DIGEST_PARTS])
-            stop, roll_back, news, leave = (vote > 0 for vote in rest[DIGEST_PARTS:])
+            loss, norm, *rest = votes.sum_over_ranks(_THE_STEP, self._answers(wishes, digest), self.engine.view.device)
+            self.agreed, self.apart = True, False
+            # Mostly all of them are 0.
+            if any(rest):
+                if rest[_FAILED] > 0:
+                    raise _rank_failed(loss, norm)
+                self.apart = are_apart(rest[:DIGEST_PARTS])
+                stop, roll_back, news, leave = (vote > 0 for vote in rest[DIGEST_PARTS:_FAILED])
         self.loss_is_finite = math.isfinite(loss)
         self.stop_wanted, self.rollback_wanted, self.has_news = stop, roll_back, news
         # Numbers that are taken a second time carry no wish, and do not take one back.
@@ -510,11 +511,12 @@ def tell_of_failure(norm: Any, device: torch.device) -> votes.RankFailed:
     """
     if norm is not None:
         as_tensor(norm, device)
-    return _rank_failed(votes.sum_over_ranks(_THE_STEP, [*[0.0] * _FAILED, 1.0], device))
+    loss, norm, *_ = votes.sum_over_ranks(_THE_STEP, [*[0.0] * (2 + _FAILED), 1.0], device)
+    return _rank_failed(loss, norm)
 
 
-def _rank_failed(found: Sequence[float]) -> votes.RankFailed:
-    return votes.RankFailed(healthy=math.isfinite(found[0]) and math.isfinite(found[1]))
+def _rank_failed(loss: float, norm: float) -> votes.RankFailed:
+    return votes.RankFailed(healthy=math.isfinite(loss) and math.isfinite(norm))
 
 
 def as_tensor(norm: Any, device: torch.device) -> torch.Tensor:

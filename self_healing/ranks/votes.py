@@ -252,8 +252,8 @@ def _key(*parts: object) -> str:
     return "/".join(map(str, ("self_healing", _votes.meeting, *parts, _votes.count)))
 
 
-class Collectives:
-    """Counts collectives. A step asks a dozen times: groups are asked for their backends once."""
+class _Backends:
+    """Those of all process groups. A step asks several times: groups are asked for their backends once."""
 
     def __init__(self) -> None:
         self._groups: list[Any] = []
@@ -264,13 +264,13 @@ class Collectives:
         Counts the collectives that this process has begun, in all process groups; `None` where a backend does not
         count them (MPI).
         """
-        groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+        groups: list[Any] = list(dist.distributed_c10d._pg_map)
+        count = 0
         try:
             if groups != self._groups:
                 # torch 2.13: asked by itself, a group counts those of one of its backends.
                 of_groups = ({group._get_backend(device) for device in group._device_types} for group in groups)
                 self._groups, self._backends = groups, [each for backends in of_groups for each in backends]
-            count = 0
             for backend in self._backends:
                 count += backend._get_sequence_number_for_group()
         except (AttributeError, RuntimeError, TypeError):
@@ -278,19 +278,17 @@ class Collectives:
         return count
 
 
-def collectives_begun() -> int | None:
-    """As [`Collectives.begun`], for what is asked rarely."""
-    return Collectives().begun()
+collectives_begun = _Backends().begun
 
 
 # ---- the ballot ----
 
 
-@lru_cache(maxsize=256)
 def _number_of(question: str) -> int:
     return zlib.crc32(question.encode()) % _QUESTIONS
 
 
+@lru_cache(maxsize=256)
 def _named(question: str) -> tuple[int, int, int]:
     """
     Gives what names a question in a ballot: its number, and the square of that in two parts, so that sums are exact.
@@ -326,9 +324,9 @@ def _cast(question: str, ballot: torch.Tensor) -> list[float]:
     if found[_RAISED] > 0:
         raise RankRaised(f"{question}: the training code has raised on a rank")
     # Where ranks ask different questions, these are the sums that none of them expects.
-    number, chunks, rest = found[_QUESTION]
-    expected = world_size() * _number_of(question), world_size() * _number_of(question) ** 2
-    if (number, chunks * _QUESTIONS + rest) != expected:
+    number, chunks, rest = _named(question)
+    ranks, (numbers, of_chunks, rests) = world_size(), found[_QUESTION]
+    if numbers != ranks * number or of_chunks * _QUESTIONS + rests != ranks * (chunks * _QUESTIONS + rest):
         raise RanksDisagree(
             f"{question}: the ranks do different things. Please look for code that decides on one rank alone, such as "
             "a callback that stops, saves or evaluates there"
