@@ -243,12 +243,13 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self.run
-        if run is None or run.broken or run.attached is None or not run.attached.attached:
+        if run is None or run.broken or run.attached is None or not run.attached.replaced.held:
             return
-        run.attached.step_begins()
+        if run.attached.reentry.in_first_step:
+            run.attached.first_step_begins()
         states, step = run.rollback.states, int(state.global_step)
         try:
-            if states.step_begins(step, run.numerics.calm):
+            if states.step_begins(step) and run.numerics.calm:
                 states.take_snapshot(step)
         except Exception:
             # Entered only where they are needed: this comes in every step.
@@ -257,7 +258,10 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self.run
-        if run is not None and not run.broken and run.attached is not None:
+        if run is None or run.broken or run.attached is None:
+            return
+        window = run.attached.window
+        if window is None or not (window.judged or window.bounds is not None):
             run.attached.before_optimizer_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

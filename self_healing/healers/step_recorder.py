@@ -31,8 +31,8 @@ class StepRecorder(Healer):
         self._numerics = run.part(NumericsState)
         self._log: StepLog | None = None
         self._incidents = len(run.journal.incidents)
-        # When the last step was judged, and how long its update took.
-        self._judged = self._updated_in = _NAN
+        # When the last step was judged.
+        self._judged = _NAN
         # What changes slowly, looked at when the log is written: baseline and bound of the gradient norm; memory.
         self._bounds = (_NAN, _NAN)
         self._memory = (_NAN, _NAN, _NAN)
@@ -63,14 +63,15 @@ class StepRecorder(Healer):
         busy = loss = norm = _NAN
         applied = numerics.applied
         if applied is not None and applied.step == step and not window.skipped:
-            busy, loss = applied.seconds + self._updated_in, applied.loss
+            # With the update of the step before.
+            busy, loss = applied.seconds + self._run.instrument.optimizer_step.seconds, applied.loss
             norm = _NAN if applied.grad_norm is None else applied.grad_norm
             if math.isnan(seconds):
                 seconds = applied.seconds
         if len(journal.incidents) != self._incidents:
             # What was healed in it is no step.
             self._incidents, busy = len(journal.incidents), _NAN
-        scale = numerics.learning_rate.scale(step)
+        scale = numerics.learning_rate.scale(step) if numerics.learning_rate.touched else 1.0
         self._log.kept.append(
             (
                 *(step, 1, int(window.skipped), journal.attempt, time.time(), seconds, busy, loss, loss, norm, norm),
@@ -79,9 +80,6 @@ class StepRecorder(Healer):
         )
         if now >= self._log.due:
             self._contained(self._write)
-
-    def stepped(self) -> None:
-        self._updated_in = time.perf_counter() - self._judged
 
     def process_ends(self) -> None:
         self._close()

@@ -225,22 +225,20 @@ class Instrument:
                 self.position.epoch_begins()
                 self.reentry.epoch_begins()
 
-    def step_begins(self) -> None:
-        """Called in `on_step_begin`."""
-        if self.reentry.in_first_step and self.attached:
-            with self.failsafe.contained():
-                self.reentry.first_step_begins()
+    def first_step_begins(self) -> None:
+        """Called in `on_step_begin` of the first step of a `train()` call."""
+        with self.failsafe.contained():
+            self.reentry.first_step_begins()
 
     def before_optimizer_step(self) -> None:
-        """Called in `on_pre_optimizer_step`."""
+        """
+        Called in `on_pre_optimizer_step` of a step that is not judged yet: the Trainer did not clip it, neither through
+        the accelerator nor on mixed meshes.
+        """
         window = self.window
-        if window is None or not (window.judged or window.bounds is not None):
-            self._judge_unmeasured(window)
-
-    def _judge_unmeasured(self, window: Window | None) -> None:
-        """Judges a step that the Trainer did not clip, neither through the accelerator nor on mixed meshes."""
         if self._ready(window):
-            window.measured_by(lambda: self.trainer._get_grad_norm(self.trainer.model_wrapped))
+            window.measure = lambda: self.trainer._get_grad_norm(self.trainer.model_wrapped)
+            window.grad_norm = window.measure()
             self._judge(window)
         elif self.failsafe.failure is not None:
             self._tell_of_failure(self.trainer._get_grad_norm(self.trainer.model_wrapped))
@@ -317,8 +315,11 @@ class Instrument:
                 if window.start is None and self.reentry.finished is not None:
                     finished, rng = self.reentry.finished, self.reentry.after_fetch_rng
                     drawn = None if self._others_begin_steps else rng
-                    window.begin(self.ledger.capture(finished, finished.running_loss, drawn))
-                window.add_call(model, inputs, args, kwargs)
+                    window.start = self.ledger.capture(finished, finished.running_loss, drawn)
+                    window.began = time.perf_counter()
+                # A copy: the training step may pop keys from the dictionary it is given.
+                given = inputs.copy() if type(inputs) is dict else copy.copy(inputs)
+                window.calls.append((model, given, args, kwargs))
             except Exception as error:
                 if not self.failsafe.contains(error):
                     raise
@@ -351,7 +352,8 @@ class Instrument:
             except BaseException as error:
                 self.failsafe.leaves_with(error)
                 raise
-            window.add_loss(loss, tokens)
+            window.losses.append(loss)
+            window.tokens_inside += tokens
             if self.retry.watched:
                 self.retry.on_success()
             return loss
@@ -401,7 +403,9 @@ class Instrument:
             try:
                 if not ran_out.alone:
                     return window.compute_again_so_far(before_the_step)
-                loss = self.one_rank.compute_again(lambda: self.call.run(window.last_call, window.note_exception))
+                model, inputs, args, kwargs = window.calls[-1]
+                call = model, copy.copy(inputs), args, kwargs
+                loss = self.one_rank.compute_again(functools.partial(self.call.run, call, window.note_exception))
                 return loss, self.trainer.state.num_input_tokens_seen - tokens
             except TrainingFault as fault:
                 error = fault.error
@@ -439,7 +443,7 @@ class Instrument:
         return self._measured(window, functools.partial(original, *args, **kwargs))
 
     def _measured(self, window: Window, measure: Callable[[], Any]) -> Any:
-        window.measured_by(measure)
+        window.measure, window.grad_norm = measure, measure()
         if self.optimizer_step.veto.usable:
             window.bounds = self.optimizer_step.bounds_for(window)
         if window.bounds is None:

@@ -75,12 +75,8 @@ class Hooks:
     def about_to_step(self) -> None:
         """Called before the `optimizer.step()` of the Trainer's own loop, while memory is watched."""
 
-    def rate_scale(self, step: int) -> float:
-        """Gives the factor on the schedule's learning rate, by optimizer steps finished."""
-        return 1.0
-
-    def stepped(self) -> None:
-        """Called after the `optimizer.step()` of the Trainer's own loop."""
+    def left_out_by_engine(self) -> None:
+        """Called after an `optimizer.step()` of the Trainer's own loop that DeepSpeed has left out by itself."""
 
     def step_fitted(self) -> None:
         """Called after that, while memory is watched."""

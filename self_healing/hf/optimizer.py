@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,7 +34,7 @@ class OptimizerStep:
     """Wraps the optimizer steps of one trainer's loop."""
 
     def __init__(self, instrument: Any) -> None:
-        trainer = instrument.trainer
+        self._trainer = trainer = instrument.trainer
         self._instrument = instrument
         self._hooks: Hooks = instrument.hooks
         self._failsafe: Failsafe = instrument.failsafe
@@ -51,6 +54,8 @@ class OptimizerStep:
         # The factor in force on the learning rates, and the step whose update it was for.
         self._scale_at, self._scale = -1, 1.0
         self._several = processes.world_size() > 1
+        # How long the last step has taken here.
+        self.seconds = math.nan
         # Whether an update may have changed the weights: one with a rate of 0, or without gradients, has not.
         self.weights_moved = self._optimizer is None
 
@@ -87,7 +92,7 @@ class OptimizerStep:
 
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps `optimizer.step`: takes the step with the rates in force."""
-        instrument, window = self._instrument, self._instrument.window
+        instrument, window, began = self._instrument, self._instrument.window, time.perf_counter()
         instrument.heartbeat.enter("optimizer")
         try:
             try:
@@ -104,9 +109,11 @@ class OptimizerStep:
             return self._until_it_fits(functools.partial(self._take, functools.partial(original, *args, **kwargs)))
         finally:
             instrument.heartbeat.leave()
+            self.seconds = time.perf_counter() - began
 
     def _take(self, update: Callable[[], Any]) -> Any:
-        scale = self._scale_in_force()
+        self._scale_at = self._trainer.state.global_step
+        self._scale = scale = self._scale_in_force() if self._rates.control.touched else 1.0
         if scale == 1.0:
             return update()
         rates = self._rates.in_force(scale)
@@ -119,9 +126,7 @@ class OptimizerStep:
         """The factor on the schedule's learning rates."""
         failsafe = self._failsafe
         try:
-            scale = self._rates.scale() if self._instrument.replaced.held else 1.0
-            self._scale_at, self._scale = self._instrument.trainer.state.global_step, scale
-            return scale
+            return self._rates.scale() if self._instrument.replaced.held else 1.0
         except Exception:
             # With another rate on each rank the weights would be others, too.
             with failsafe.contained(), failsafe.together():
@@ -147,7 +152,8 @@ class OptimizerStep:
                     raise
             else:
                 try:
-                    self._hooks.stepped()
+                    if self._instrument.engine.left_out_by_itself:
+                        self._hooks.left_out_by_engine()
                     if self._retry.watched:
                         self._hooks.step_fitted()
                 except Exception as error:
@@ -177,13 +183,13 @@ class OptimizerStep:
         """Wraps `_get_learning_rate`, which the Trainer logs: gives the rate in force, not the schedule's."""
         rate, scale = original(*args, **kwargs), 1.0
         try:
-            known = self._scale_at == self._instrument.trainer.state.global_step
+            known = self._scale_at == self._trainer.state.global_step
             scale = self._scale if known else self._rates.scale()
         except Exception as error:
             if not self._failsafe.contains(error):
                 raise
         rate = rate if scale == 1.0 else rate * scale
-        if self._reentry.finished_step == self._instrument.trainer.state.global_step:
+        if self._reentry.finished_step == self._trainer.state.global_step:
             # Of the step that is not counted yet: what is asked for last is what the Trainer logs.
             self._reentry.learning_rate = rate
         return rate
@@ -297,12 +303,15 @@ class Rates:
     def __init__(self, instrument: Any) -> None:
         self._trainer = instrument.trainer
         self._view: TrainerView = instrument.view
-        self._hooks: Hooks = instrument.hooks
+        # Its groups are those of the optimizer within; accelerate's wrapper gets them in calls.
+        self._optimizer = getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)
+        # What decides on the factor: `scale(step)`. That it has `touched` the rates at all is asked first.
+        self.control: Any = SimpleNamespace(touched=False)
 
     def scale(self) -> float:
         """The factor in force on the schedule's rates."""
-        scale = self._hooks.rate_scale(self._trainer.state.global_step)
-        return scale if scale == 1.0 or self._view.can_scale_rate else 1.0
+        touched = self.control.touched and self._view.can_scale_rate
+        return float(self.control.scale(self._trainer.state.global_step)) if touched else 1.0
 
     def in_force(self, scale: float | None = None) -> list[Any]:
         """The rate of each parameter group: the schedule's, times the factor in force or another one."""
@@ -314,8 +323,8 @@ class Rates:
 
     def settings(self) -> tuple[list[Any], list[dict[str, Any]]]:
         """The rate in force of each parameter group, and what schedules change beside it (one-cycle momentum)."""
-        scale, rates, options = self.scale(), [], []
-        for group in _groups_of(self._trainer.optimizer):
+        scale, rates, options = self.scale() if self.control.touched else 1.0, [], []
+        for group in self._optimizer.param_groups:
             rates.append(group["lr"] if scale == 1.0 else group["lr"] * scale)
             kept = {}
             for name in ("betas", "momentum", "weight_decay"):
@@ -353,11 +362,6 @@ class Rates:
         finally:
             for group, before in zip(groups, theirs, strict=False):
                 group.update(before)
-
-
-def _groups_of(optimizer: Any) -> Any:
-    """The parameter groups: accelerate's wrapper has them from what it wraps."""
-    return getattr(optimizer, "optimizer", optimizer).param_groups
 
 
 @contextlib.contextmanager

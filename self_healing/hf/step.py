@@ -48,8 +48,16 @@ class Window:
         self.step = int(state.global_step)
         self.epoch = state.epoch
         self.objective: Objective = engine.view.objective
+        # What its first forward started from, and when that began.
         self.start: Bookkeeping | None = None
+        self.began = time.perf_counter()
+        # The calls of `training_step`, to be made again, what they gave, and what they have added to the Trainer's
+        # count of tokens by themselves.
+        self.calls: list[Call] = []
         self.losses: list[torch.Tensor] = []
+        self.tokens_inside = 0
+        # Measures the norm of its gradient, and clips it; each time it is computed again as well.
+        self.measure: Callable[[], Any] | None = None
         self.grad_norm: Any = None
         self.stop_wanted = self.rollback_wanted = self.has_news = self.leave_wanted = False
         # Whether weights that are kept on several ranks were not the same on all of them.
@@ -68,12 +76,8 @@ class Window:
         # Whether it was judged to its end: each rank goes on to apply it, or what is left of it.
         self.released = False
         self._position = position
-        self._began = time.perf_counter()
-        self._calls: list[Call] = []
         self._generated: tuple[Any, Bookkeeping] | None = None
         self._raised = False
-        self._tokens_inside = 0
-        self._measure: Callable[[], Any] | None = None
         self.ledger = ledger
         self.judged = False
         self.skipped = False
@@ -94,27 +98,6 @@ class Window:
         """Whether all its micro-batches have been through forward and backward."""
         return len(self.losses) >= self.size
 
-    def begin(self, start: Bookkeeping) -> None:
-        """Notes the state its first forward starts from."""
-        self.start = start
-        self._began = time.perf_counter()
-
-    def add_call(self, model: Any, inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keeps a call of `training_step`, to be made again."""
-        # A copy: the training step may pop keys from the dictionary it is given.
-        self._calls.append((model, inputs.copy() if type(inputs) is dict else copy.copy(inputs), args, kwargs))
-
-    @property
-    def last_call(self) -> Call:
-        """The call that was made last, to be made again."""
-        model, inputs, args, kwargs = self._calls[-1]
-        return model, copy.copy(inputs), args, kwargs
-
-    def add_loss(self, loss: torch.Tensor, tokens: int) -> None:
-        """Keeps the loss of a call, and counts the tokens it added to the Trainer's count by itself."""
-        self.losses.append(loss)
-        self._tokens_inside += tokens
-
     def note_generated(self, batch: Any, bookkeeping: Bookkeeping) -> None:
         """Keeps the rows a trainer has generated for the first call, and the bookkeeping as of then."""
         self._generated = copy.copy(batch), bookkeeping
@@ -123,15 +106,10 @@ class Window:
         """Notes that one of the calls ended in an exception that stands for a NaN."""
         self._raised = True
 
-    def measured_by(self, measure: Callable[[], Any]) -> None:
-        """Measures the gradient norm of the step (and clips the gradient), now and each time it is computed again."""
-        self._measure = measure
-        self.grad_norm = measure()
-
     def measure_again(self) -> None:
         """Measures the gradient norm of the step computed again, as it was measured before."""
         with self.engine.among_ranks("the gradient is measured again"):
-            self.grad_norm = None if self._measure is None else self._measure()
+            self.grad_norm = None if self.measure is None else self.measure()
 
     # ---- what came out of it ----
 
@@ -167,7 +145,7 @@ class Window:
             step=self.step,
             loss=loss / ranks,
             grad_norm=None if self.grad_norm is None else norm / ranks,
-            seconds=time.perf_counter() - self._began,
+            seconds=time.perf_counter() - self.began,
         )
 
     def _answers(
@@ -209,20 +187,15 @@ class Window:
         known = type(norm) is torch.Tensor and norm.device == loss.device
         return loss, (norm if known else as_tensor(norm, loss.device)).float()
 
-    @property
-    def tokens_inside(self) -> int:
-        """Tokens its calls have added to the Trainer's count by themselves."""
-        return self._tokens_inside
-
     # ---- its rows ----
 
     def inputs(self, index: int) -> Any:
         """The micro-batch as the data loader gave it."""
-        return self._calls[index][1]
+        return self.calls[index][1]
 
     def all_inputs(self) -> list[Any]:
         """All its micro-batches as the data loader gave them."""
-        return [inputs for _, inputs, _, _ in self._calls]
+        return [inputs for _, inputs, _, _ in self.calls]
 
     def shapes(self) -> list[dict[str, list[int]]]:
         """Shapes of the tensors in its micro-batches, as far as they have been computed."""
@@ -275,7 +248,7 @@ class Window:
 
     def _items(self, index: int) -> Any:
         """What the loss of a micro-batch is divided by, as the Trainer has counted it."""
-        _, _, args, kwargs = self._calls[index]
+        _, _, args, kwargs = self.calls[index]
         return args[0] if args else kwargs.get("num_items_in_batch")
 
     # ---- computing it again ----
@@ -335,11 +308,11 @@ class Window:
         state, generated = self._trainer.state, self._generated
         assert self.start is not None
         of_generation = 0 if generated is None else generated[1].tokens_seen - self.start.tokens_seen
-        self._tokens_inside, state.num_input_tokens_seen = 0, tokens
+        self.tokens_inside, state.num_input_tokens_seen = 0, tokens
         # Rows that were generated are not generated again: it takes long, and rewards may be asked of a service.
         self.rewind(None if generated is None else generated[1])
         losses, added = [], 0
-        for index, call in enumerate(self._calls):
+        for index, call in enumerate(self.calls):
             before = state.num_input_tokens_seen
             if index == 0 and generated is not None:
                 with self.engine.preparing(lambda batch: batch, prepared=generated[0]):
@@ -349,8 +322,8 @@ class Window:
             if index == 0:
                 state.num_input_tokens_seen += of_generation
             added = state.num_input_tokens_seen - before
-            self._tokens_inside += added
-        self._tokens_inside -= added
+            self.tokens_inside += added
+        self.tokens_inside -= added
         self.losses = losses[:-1]
         self._set_running_loss(self.losses)
         return losses[-1], added
@@ -364,7 +337,7 @@ class Window:
         synchronise: bool = True,
     ) -> torch.Tensor:
         """Computes forward and backward of one of its micro-batches."""
-        model, inputs, args, kwargs = self._calls[index]
+        model, inputs, args, kwargs = self.calls[index]
         if items is not None:
             args, kwargs = _with_items(args, kwargs, items)
         with self.engine.preparing(lambda batch: self._note(index, batch, pick)):
@@ -382,7 +355,7 @@ class Window:
     def _advance_without(self, index: int) -> None:
         """Lets a trainer that generates its own rows do so for a micro-batch nothing of which is trained on."""
         if self.objective.online:
-            self.engine.prepare_inputs(copy.copy(self._calls[index][1]))
+            self.engine.prepare_inputs(copy.copy(self.calls[index][1]))
             self._trainer._step += 1
 
     def discard(self) -> None:
@@ -395,10 +368,10 @@ class Window:
         assert self.start is not None
         to = to or self.start
         self.discard()
-        tokens = self._trainer.state.num_input_tokens_seen - self._tokens_inside
+        tokens = self._trainer.state.num_input_tokens_seen - self.tokens_inside
         self.ledger.rewind_step(to)
         self._trainer.state.num_input_tokens_seen = tokens
-        self._tokens_inside = 0
+        self.tokens_inside = 0
 
     def restore_buffers(self) -> None:
         """Puts buffers that a forward pass changes (batch norm statistics) back to where the step began."""
@@ -409,10 +382,10 @@ class Window:
         """
         Keeps the step, to be computed again later; `None` if its rows are generated again each time, or are too many.
         """
-        nbytes = nbytes_of(self._calls)
+        nbytes = nbytes_of(self.calls)
         if self.objective.online or nbytes > largest:
             return None
-        return Control(self._calls, loss, nbytes)
+        return Control(self.calls, loss, nbytes)
 
     def recording(self, control: Control) -> Recording | None:
         """Records the step, to be applied later, again or for the first time; `None` if rows of it were left out."""
@@ -464,8 +437,8 @@ class Window:
 
     def _catch_up_generation(self) -> None:
         """Counts the micro-batches of a skipped step, too, where a trainer generates its rows."""
-        if self.objective.online and self.start is not None and "_step" in self.start.scalars:
-            self._trainer._step = self.start.scalars["_step"] + self.size
+        if self.objective.online and self.start is not None and "_step" in self.start.attributes:
+            self._trainer._step = self.start.attributes["_step"] + self.size
             if self._raised:
                 # It raised while it generated: there is nothing to go on with.
                 self._trainer._buffered_inputs = None
@@ -586,7 +559,7 @@ def nbytes_of(value: Any, elsewhere_than: torch.device | None = None) -> int:
             nbytes += 0 if each.device == elsewhere_than else each.nbytes
         elif isinstance(each, (list, tuple)):
             found += each
-        elif isinstance(each, (dict, Mapping)):
+        elif not isinstance(each, torch.nn.Module) and isinstance(each, (dict, Mapping)):
             found += each.values()
     return nbytes
 

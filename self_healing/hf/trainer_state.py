@@ -56,7 +56,8 @@ StoreMarks = tuple[dict[str, Any], list[tuple[Any, Any]]]
 class Bookkeeping:
     """Everything a trainer counts beside weights and optimizer state, as of one moment."""
 
-    scalars: dict[str, Any]
+    # All attributes of the trainer, of which the scalars are put back.
+    attributes: dict[str, Any]
     running_loss: torch.Tensor
     tokens_seen: int
     total_flos: float
@@ -72,7 +73,7 @@ class Bookkeeper:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._device: torch.device = trainer.accelerator.device
+        self.device: torch.device = trainer.accelerator.device
         self._entry_step = int(trainer.state.global_step)
         self._moving_buffers: list[str] | None = None
         self._first_buffers: dict[str, torch.Tensor] = {}
@@ -87,7 +88,7 @@ class Bookkeeper:
         trainer = self._trainer
         attributes, state = vars(trainer), trainer.state
         return Bookkeeping(
-            {name: value for name, value in attributes.items() if type(value) in _SCALARS},
+            attributes.copy(),
             running_loss if running_loss is not None else trainer._tr_loss.detach().clone(),
             state.num_input_tokens_seen,
             state.total_flos,
@@ -95,7 +96,7 @@ class Bookkeeper:
             self.mark_stores() if since is None else since.stores,
             attributes.get("_buffered_inputs"),
             since.buffers if since is not None else {} if self._moving_buffers == [] else self._copy_moving_buffers(),
-            rng or RandomState.capture(self._device),
+            rng or RandomState.capture(self.device),
         )
 
     def _copy_moving_buffers(self) -> dict[str, torch.Tensor]:
@@ -148,8 +149,8 @@ class Bookkeeper:
 
     def _set_counts(self, bookkeeping: Bookkeeping, stay: frozenset[str]) -> None:
         trainer = self._trainer
-        for name, value in bookkeeping.scalars.items():
-            if name not in stay:
+        for name, value in bookkeeping.attributes.items():
+            if type(value) in _SCALARS and name not in stay:
                 setattr(trainer, name, value)
         self.rewind_stores(bookkeeping.stores)
         if "_buffered_inputs" in vars(trainer):

@@ -27,6 +27,7 @@ class TrainerView:
         self.objective = objective
         # As it is before anything is replaced.
         self._rate_of_schedule = trainer._get_learning_rate
+        self._optimizer = unwrap_optimizer(trainer.optimizer)
         self.device: torch.device = trainer.accelerator.device
         self.world_size = processes.world_size()
         # Context and sequence parallelism: each process has some of the tokens of a row.
@@ -79,7 +80,7 @@ class TrainerView:
         return self.can_reexecute and not self.has_flat_parameters and (self.zero is None or not self.zero.offloads)
 
     def _groups(self) -> Sequence[dict[str, Any]]:
-        return getattr(unwrap_optimizer(self._trainer.optimizer), "param_groups", [])
+        return getattr(self._optimizer, "param_groups", [])
 
     @property
     def can_scale_rate(self) -> bool:
@@ -95,9 +96,9 @@ class TrainerView:
     @property
     def scheduled_rate(self) -> float:
         """The rate that the schedule asks for, of the first parameter group."""
-        group = next(iter(self._groups()), None)
+        groups = getattr(self._optimizer, "param_groups", None)
         # A rate that is a tensor would be waited for.
-        rate = None if group is None else group["lr"]
+        rate = groups[0]["lr"] if groups else None
         return rate if type(rate) is float else float(self._rate_of_schedule())
 
     @property
@@ -158,7 +159,7 @@ class TrainerView:
 
     def nonfinite_tensors(self) -> list[str]:
         """Names parameters, buffers and optimizer states that hold NaN or Inf."""
-        return self.nonfinite_weights(unwrap_optimizer(self._trainer.optimizer))
+        return self.nonfinite_weights(self._optimizer)
 
     def nonfinite_weights(self, optimizer: Any = None) -> list[str]:
         """Names parameters and buffers that do."""

@@ -141,8 +141,8 @@ class TrustedStates:
 
     # ---- steps ----
 
-    def step_begins(self, step: int, calm: bool) -> bool:
-        """Called between two steps; returns whether a snapshot is due."""
+    def step_begins(self, step: int) -> bool:
+        """Called between two steps; returns whether a snapshot is due, if nothing is wrong with the loss."""
         shared, interval = self.ring.shared, self.interval
         if shared is not None and shared.prepared is not None and shared.prepared.snapshot.looked_at:
             shared.store()
@@ -150,8 +150,7 @@ class TrustedStates:
         if since == 1 and not self._on_disk_only and self.ring.lacks_room:
             # By now the optimizer has all its state.
             self.ring.reserve(self.live, self.device)
-        due = calm and since >= interval.steps
-        return due and not self._on_disk_only and self.ring.candidate is None
+        return since >= interval.steps and not self._on_disk_only and self.ring.candidate is None
 
     def keep_batch(self, window: Window, loss: float) -> Control | None:
         """Keeps the batch of a step that is about to be applied."""

@@ -263,7 +263,7 @@ class _Stage(TrainerCallback, Hooks):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._random_state.restore()
-        self.instrument.step_begins()
+        self.instrument.first_step_begins()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.instrument.before_optimizer_step()

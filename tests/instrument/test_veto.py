@@ -24,7 +24,7 @@ from conftest import (
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback
-from self_healing.healers.numerics.judge import StepJudge
+from self_healing.healers.numerics.learning_rate import LearningRateControl
 from self_healing.healers.numerics.state import NumericsState
 from self_healing.hf import optimizer
 from self_healing.hf.optimizer import Veto
@@ -177,7 +177,8 @@ def test_a_rate_that_was_reduced_is_neither_taken_twice_nor_for_a_new_schedule(
         return found
 
     monkeypatch.setattr(Window, "recording", noted)
-    monkeypatch.setattr(StepJudge, "rate_scale", lambda judge, step: 0.5)
+    monkeypatch.setattr(LearningRateControl, "scale", lambda control, step: 0.5)
+    monkeypatch.setattr(LearningRateControl, "touched", property(lambda _: True, lambda *_: None), raising=False)
     healing = SelfHealingCallback(CONFIG)
     trained(tmp_path, tokenizer, callbacks=[healing], lr_scheduler_type="constant")
     assert launched.count(True) > 5

@@ -48,7 +48,9 @@ class GuardedDataset(Proxy):
         if guard.has_workers or guard.known.blocked:
             used = guard.contained(lambda: self._used_for(indices), lambda: indices)
         try:
-            loaded: list[Any] = self._load(used)
+            # As torch's fetcher does it.
+            together = getattr(self.wrapped, "__getitems__", None)
+            loaded: list[Any] = self._load(used) if together is None else together(used)
         except BaseException as error:
             if not is_error(error) or not all(map(_is_index, indices)):
                 raise
@@ -65,7 +67,6 @@ class GuardedDataset(Proxy):
         return [self.actual(index) if _is_index(index) else index for index in indices]
 
     def _load(self, indices: Sequence[Any]) -> Any:
-        # As torch's fetcher does it.
         together = getattr(self.wrapped, "__getitems__", None)
         return [self.wrapped[index] for index in indices] if together is None else together(indices)
 
@@ -192,7 +193,11 @@ class GuardedCollator(Proxy):
             return self.wrapped(samples)
         names, guard.names = guard.names, []
         # Many collators change the samples they are given, which no second attempt could stand.
-        kept = copies_of(samples)
+        try:
+            # What nearly all samples are; no function of Python is called for each.
+            kept = list(map(dict.copy, samples)) if type(samples) is list else copies_of(samples)
+        except TypeError:
+            kept = copies_of(samples)
         try:
             return self.wrapped(samples)
         except BaseException as error:

@@ -187,13 +187,7 @@ class Proxy:
 
 def copies_of(samples: Any) -> Any:
     """Copies each sample of a list or a tuple."""
-    if type(samples) not in (list, tuple):
-        return copy_of(samples)
-    try:
-        # What nearly all samples are; no function of Python is called for each.
-        return type(samples)(map(dict.copy, samples))
-    except TypeError:
-        return type(samples)(map(copy_of, samples))
+    return type(samples)(map(copy_of, samples)) if type(samples) in (list, tuple) else copy_of(samples)
 
 
 def copy_of(sample: Any) -> Any:

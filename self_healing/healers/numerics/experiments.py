@@ -174,6 +174,8 @@ class StepExperiments:
     def _compute_once_more(self) -> None:
         window = self.window
         tokens = self._trainer.state.num_input_tokens_seen - window.tokens_inside
-        window.add_loss(*window.compute_again_so_far(tokens))
+        loss, added = window.compute_again_so_far(tokens)
+        window.losses.append(loss)
+        window.tokens_inside += added
         window.measure_again()
         window.accept()

@@ -47,6 +47,9 @@ class StepJudge(Healer):
         self.spikes = SpikeHealer(run)
         self.untrained_run = TooManySkippedSteps(run)
 
+    def attach(self, first: bool) -> None:
+        self.run.instrument.rates.control = self.numerics.learning_rate
+
     def judge(self, window: Window) -> None:
         """Judges one step. It is left as it is, healed in place, or left out; or the run ends."""
         if self.rollback.copies_in_doubt:
@@ -170,20 +173,17 @@ class StepJudge(Healer):
         control = states.keep_batch(window, signals.loss)
         due = states.step_taken(window.step, calm, control, self.replicas.compared_since)
         tensors = states.promote(window.step) if due else []
-        states.verify_checkpoints(window.step)
+        if self.rollback.checkpoints.waiting:
+            states.verify_checkpoints(window.step)
         if tensors:
             self.corrupted_state.heal_silent(window, tensors)
 
     # ---- events beside it ----
 
-    def rate_scale(self, step: int) -> float:
-        rate = self.numerics.learning_rate
-        return rate.scale(step) if rate.touched else 1.0
-
-    def stepped(self) -> None:
-        instrument = self.run.instrument
-        if instrument.engine.left_out_by_itself and instrument.window is not None:
-            self.untrained_run.note_skipped(instrument.window.step)
+    def left_out_by_engine(self) -> None:
+        window = self.run.instrument.window
+        if window is not None:
+            self.untrained_run.note_skipped(window.step)
             # Whether anything is trained still is looked at in the next, which therefore does not wait.
             self.numerics.feed()
 
