@@ -27,10 +27,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from self_healing import HealingConfig, SelfHealingCallback
 from self_healing.hf.state import reload_checkpoint
 from self_healing.hf.trainer_state import ResumeRecord
-from self_healing.rollback.host_memory import size_of
 from self_healing.rollback.ring import SnapshotRing
 from self_healing.rollback.shared_memory import SharedStates, remove_states
-from self_healing.rollback.snapshots import OVERHEAD_BUDGET
+from self_healing.rollback.snapshots import OVERHEAD_BUDGET, size_of
 from self_healing.system.random_state import RandomState
 
 

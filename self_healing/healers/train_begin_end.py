@@ -84,6 +84,7 @@ def enter(
     # What a checkpoint holds was trained, by us or by somebody else; a run that is entered again goes on.
     instrument.optimizer_step.weights_moved |= moved
     _take_in(run, rules, resumed_from, saved)
+    run.rollback.states.prepare(instrument)
     first = run.part(Attempts).entries == 1
     finite = not first or refuse_nonfinite_weights(run, resumed_from)
     if first:

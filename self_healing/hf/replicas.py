@@ -128,7 +128,7 @@ def digest_of(sums: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def sum_of_all(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
     """Makes one number of tensors, by their names: another bit or another tensor makes another number."""
-    plain = [(name, part) for name, tensor in tensors.items() for part in _plain_parts(tensor)]
+    plain = [(name, part) for name, tensor in tensors.items() for part in plain_parts(tensor)]
     if not plain:
         return torch.zeros((), dtype=torch.int64, device=device)
     factors = [
@@ -138,13 +138,13 @@ def sum_of_all(tensors: Mapping[str, torch.Tensor], device: torch.device) -> tor
     return (sums * torch.tensor(factors, dtype=torch.int64).to(device)).sum()
 
 
-def _plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor
         return
     for name in flatten()[0]:
-        yield from _plain_parts(getattr(tensor, name))
+        yield from plain_parts(getattr(tensor, name))
 
 
 def are_apart(digest: Sequence[float]) -> bool:

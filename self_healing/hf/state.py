@@ -33,6 +33,7 @@ class LiveState:
     frozen: dict[str, torch.Tensor] = field(default_factory=dict)
     loss_scaler: dict[str, Any] = field(default_factory=dict)
     partitioning: Partitioning | None = None
+    model: torch.nn.Module | None = None
 
     @property
     def updated(self) -> list[Any]:
@@ -42,6 +43,14 @@ class LiveState:
             return list(self.partitioning.masters)
         groups = getattr(self.optimizer, "param_groups", ())
         return [parameter for group in groups for parameter in group["params"]]
+
+    def replace_buffer(self, name: str, tensor: torch.Tensor) -> None:
+        """Puts a tensor in the place of a buffer of another shape."""
+        module, _, own = name.rpartition(".")
+        if self.model is None or name not in self.buffers:
+            was = f"{tensor.dtype} of {tuple(tensor.shape)}"
+            raise ValueError(f"{name} was {was} when the snapshot was taken, and is not now: it cannot be put back")
+        setattr(self.model.get_submodule(module), own, tensor)
 
 
 def live_state_of(trainer: Any) -> LiveState:
@@ -66,6 +75,7 @@ def live_state_of(trainer: Any) -> LiveState:
         frozen,
         {} if zero is None else zero.loss_scaler(),
         None if zero is None else zero.partitioning(),
+        trainer.model,
     )
 
 
@@ -151,7 +161,7 @@ def nonfinite_copies(trainer: Any) -> dict[str, dict[str, int]]:
     for keeper, name in [(each, name) for each in (*callbacks, trainer) for name in vars(each)]:
         # Whatever it is, it may refuse to be looked at.
         with contextlib.suppress(Exception):
-            kept, search = [each for each in _tensors_in(vars(keeper)[name], seen) if each.shape in shapes], Search()
+            kept, search = [each for each in tensors_in(vars(keeper)[name], seen) if each.shape in shapes], Search()
             # Vectors alone may be anything: a history that is filled by and by.
             if any(each.dim() > 1 or each.shape == flat for each in kept):
                 for number, each in enumerate(kept):
@@ -163,7 +173,7 @@ def nonfinite_copies(trainer: Any) -> dict[str, dict[str, int]]:
     return found
 
 
-def _tensors_in(value: Any, seen: dict[int, Any], most: int = 100_000) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, seen: dict[int, Any], most: int = 100_000) -> Iterator[torch.Tensor]:
     """Yields the tensors among so many values nested in one, of whatever kind, the nearest first; runs none's code."""
     found = [value]
     for each in found:

@@ -19,7 +19,7 @@ import psutil
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..hf.state import LiveState, local
+from ..hf.state import local, tensors_in
 
 
 logger = logging.getLogger("self_healing")
@@ -85,7 +85,7 @@ class HostBlock:
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Makes an uninitialised tensor in it, of a tensor's shape, dtype and, if it is dense, strides."""
-        offset, self._used = self._used, self._used + _aligned(tensor.nbytes)
+        offset, self._used = self._used, self._used + aligned(tensor.nbytes)
         flat = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
         return flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
 
@@ -108,7 +108,7 @@ def _map_new(file: Path, nbytes: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
     return math.ceil(nbytes / _CACHE_LINE) * _CACHE_LINE
 
 
@@ -215,6 +215,10 @@ class TensorCopy:
     # Whether it is this rank's part of a sharded tensor.
     sharded: bool = False
 
+    def __deepcopy__(self, _: Any) -> torch.Tensor:
+        """An object that holds copies is copied to be put back: with tensors where they were."""
+        return self.host.to(self.device, copy=True)
+
 
 # What is copied where.
 Pair = tuple[TensorCopy, torch.Tensor]
@@ -230,6 +234,9 @@ class AssembledCopy:
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
+
+    def __deepcopy__(self, _: Any) -> Any:
+        return self.put_back(None)
 
     def put_back(self, live: Any) -> Any:
         """Into the parts of a live tensor, if they are of the same sizes; else a new one."""
@@ -261,7 +268,9 @@ def save(value: Any, pairs: list[Pair]) -> Any:
         return {name: save(inner, pairs) for name, inner in value.items()}
     if type(value) in (list, tuple):
         return type(value)(save(inner, pairs) for inner in value)
-    return copy.deepcopy(value)
+    # In an object (the projectors of GaLore) tensors lie anywhere.
+    inside = () if type(value).__module__ == "builtins" else tensors_in(value, {})
+    return copy.deepcopy(value, {id(tensor): save(tensor, pairs) for tensor in inside})
 
 
 def _assembled(tensor: Any, pairs: list[Pair]) -> AssembledCopy:
@@ -292,7 +301,7 @@ def gathered(pairs: Iterable[Pair]) -> list[list[Pair]]:
 
 def room_for(pieces: Iterable[Sequence[Pair]]) -> int:
     """Counts the bytes that copies take."""
-    return sum(_aligned(sum(tensor.nbytes for _, tensor in piece)) for piece in pieces)
+    return sum(aligned(sum(tensor.nbytes for _, tensor in piece)) for piece in pieces)
 
 
 def lay_out(pieces: Iterable[Sequence[Pair]], block: HostBlock) -> list[torch.Tensor]:
@@ -382,11 +391,3 @@ def leaves(prefix: str, saved: Any) -> Iterator[tuple[str, TensorCopy]]:
     elif isinstance(saved, (list, tuple)):
         for index, value in enumerate(saved):
             yield from leaves(f"{prefix}[{index}]", value)
-
-
-def size_of(live: LiveState) -> int:
-    """Bytes a snapshot of a state takes."""
-    states = [] if live.optimizer is None else list(live.optimizer.state.values())
-    pairs = list[Pair]()
-    save([live.parameters, live.buffers, live.scaler, states], pairs)
-    return room_for(gathered(pairs))

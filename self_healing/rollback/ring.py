@@ -15,9 +15,9 @@ from ..hf.state import LiveState
 from ..hf.step import Control, Recording, Window
 from ..ranks import votes
 from ..system import processes
-from .host_memory import HostBlock, free_host_memory, later, size_of
+from .host_memory import HostBlock, free_host_memory, later
 from .shared_memory import SharedStates
-from .snapshots import Snapshot
+from .snapshots import Snapshot, size_of
 
 
 # ---- ring: keeps states of a run in host memory: candidates, the trusted ones, and the one it began with ----
@@ -70,10 +70,13 @@ class SnapshotRing:
 
     def fits(self, live: LiveState) -> bool:
         """Whether there is host memory for one more state, or that of a snapshot not needed any more."""
+        needed = size_of(live)
+        # What is too small is not used again.
+        self._spare = [snapshot for snapshot in self._spare if snapshot.nbytes >= needed]
         reused = self.candidate or (self._spare[-1] if self._spare else None)
         reserved = 0 if self._reserved is None else self._reserved[1]
         held = reserved if reused is None else reused.nbytes
-        return size_of(live) - held <= _SHARE_OF_FREE_MEMORY * free_host_memory()
+        return needed - held <= _SHARE_OF_FREE_MEMORY * free_host_memory()
 
     @property
     def lacks_room(self) -> bool:
@@ -82,11 +85,15 @@ class SnapshotRing:
         there = self._reserved or self._spare or self.shared is not None
         return not there and len(self.snapshots()) < most
 
-    def reserve(self, live: LiveState, device: torch.device) -> None:
+    def reserve(self, needed: int | None, device: torch.device) -> None:
         """Has a thread take host memory for the next snapshot: that of a device is pinned, which takes seconds."""
-        needed = size_of(live)
-        if 0 < needed <= _SHARE_OF_FREE_MEMORY * free_host_memory():
+        if self.lacks_room and needed and needed <= _SHARE_OF_FREE_MEMORY * free_host_memory():
             self._reserved = later(_new_block_on, device, needed), needed
+
+    @property
+    def reserving(self) -> bool:
+        """Whether the next snapshot would wait for a thread that takes its memory."""
+        return not self._spare and self._reserved is not None and not self._reserved[0].done()
 
     def _new_snapshot(self) -> Snapshot:
         reserved, self._reserved = self._reserved, None
@@ -165,7 +172,7 @@ class SnapshotRing:
     def discard(self) -> None:
         """Drops the candidate."""
         if self.candidate is not None:
-            self.candidate.wait()
+            self.candidate.given_up = True
             self._retire(self.candidate)
             self.candidate = None
 
@@ -181,8 +188,10 @@ class SnapshotRing:
         snapshot.extras = {}
         if self.shared is not None:
             self.shared.revoke(snapshot)
-        # One that was taken before there was a place for it that outlives the process is not used again.
-        if self.shared is None or not self.shared.active or self.shared.holds(snapshot):
+        # Neither one without the state that the optimizer has made since, nor one that was taken before there was a
+        # place for it that outlives the process.
+        large_enough = snapshot.nbytes >= max((each.needed for each in self.snapshots()), default=0)
+        if large_enough and (self.shared is None or not self.shared.active or self.shared.holds(snapshot)):
             self._spare.append(snapshot)
 
     # ---- going back ----
@@ -193,14 +202,13 @@ class SnapshotRing:
         snapshot.restore(live)
 
     def release(self) -> None:
-        """Gives all host memory back."""
-        self.wait()
+        """Gives all host memory back; what is still under way holds on to its own until it is complete."""
         for snapshot in self.snapshots():
             if self.shared is not None:
                 self.shared.revoke(snapshot)
             # Whoever still holds the snapshot.
-            snapshot.block = None
-        self.candidate = self.initial = self.left = self.taken_of = self._reserved = None
+            snapshot.given_up, snapshot.block = True, None
+        self.candidate = self.initial = self.left = self.taken_of = self._reserved = self.under_way = None
         self.trusted, self._spare = [], []
 
 

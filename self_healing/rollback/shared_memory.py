@@ -14,7 +14,7 @@ import stat
 import time
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..hf.replicas import sum_of_all
+from ..hf.replicas import plain_parts, sum_of_all
 from ..hf.state import LiveState
 from ..hf.trainer_state import ResumeRecord, resuming_from
 from ..ranks import votes
@@ -331,6 +331,10 @@ _SHARE = 0.9
 _STATES = 3
 
 
+# Of tensors: where they lie, and how often they were written to.
+_Versions = list[tuple[int, int]]
+
+
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     """What belongs to a snapshot that may still be being copied."""
@@ -338,9 +342,29 @@ class _Prepared:
     snapshot: Snapshot
     facts: StateFacts
     body: bytes
-    # The loss and the sum of what is frozen, and when they are there.
-    numbers: tuple[torch.Tensor, torch.Tensor]
+    # The loss and the sums of what is frozen: of a sample, and of all of it if that was read; and when they are there.
+    numbers: list[torch.Tensor]
     there: Any
+    frozen: Mapping[str, torch.Tensor]
+    versions: _Versions
+
+
+@dataclass(frozen=True, slots=True)
+class _FrozenSums:
+    """What is known of the weights that are not trained, and what they were then."""
+
+    versions: _Versions | None = None
+    sample: int = 0
+    whole: int = 0
+
+
+# Elements of each frozen tensor by which it is noticed that it was written to without a trace.
+_SAMPLED = 64
+
+
+def _sample_of(tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    flat = [each.view(-1) for each in tensors if each.is_contiguous()]
+    return {str(at): each[:: max(each.numel() // _SAMPLED, 1)].contiguous() for at, each in enumerate(flat)}
 
 
 class SharedStates:
@@ -354,6 +378,7 @@ class SharedStates:
         self._numbers = count(1)
         # Stored once its copy is complete and was searched, for which nothing has to wait then.
         self.prepared: _Prepared | None = None
+        self._frozen = _FrozenSums()
         self._kept = False
 
     @property
@@ -451,14 +476,19 @@ class SharedStates:
             }
         )
         loss, there = record.running_loss, None
-        numbers = [each.to("cpu", non_blocking=True) for each in (loss, sum_of_all(live.frozen, loss.device))]
+        parts = [part for tensor in live.frozen.values() for part in plain_parts(tensor)]
+        versions = [(each.data_ptr(), each._version) for each in parts]
+        sums = [sum_of_all(_sample_of(parts), loss.device)]
+        if versions != self._frozen.versions:
+            sums.append(sum_of_all(live.frozen, loss.device))
+        numbers = [each.to("cpu", non_blocking=True) for each in (loss, *sums)]
         if loss.device.type == "cuda":
             # Read without an event, they would be waited for with all that the device has been given by then.
             there = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             there.record(torch.cuda.current_stream(loss.device))
         body = file.getvalue()
         facts = StateFacts(self._run, record.step, owed, weights, block.file.name, zlib.crc32(body))
-        self.prepared = _Prepared(snapshot, facts, body, (numbers[0], numbers[1]), there)
+        self.prepared = _Prepared(snapshot, facts, body, numbers, there, live.frozen, versions)
 
     def store(self) -> None:
         """Stores the state that was prepared; waits until its copy is complete and was searched."""
@@ -466,12 +496,12 @@ class SharedStates:
         if prepared is None:
             return
         try:
-            if prepared.snapshot.nonfinite():
+            if prepared.snapshot.nonfinite() or prepared.snapshot.torn:
                 return
             if prepared.there is not None:
                 prepared.there.synchronize()
-            running_loss, frozen = prepared.numbers
-            facts = replace(prepared.facts, running_loss=float(running_loss), frozen=int(frozen))
+            frozen = self._sum_of_frozen(prepared)
+            facts = replace(prepared.facts, running_loss=float(prepared.numbers[0]), frozen=frozen)
             path = self._new_file(SUFFIX)
             # Whole or not at all.
             temporary = path.with_suffix(".tmp")
@@ -479,6 +509,21 @@ class SharedStates:
             prepared.snapshot.stored = temporary.replace(path)
         except Exception as error:
             self._give_up(error)
+
+    def _sum_of_frozen(self, prepared: _Prepared) -> int:
+        """
+        Gives the sum of what is frozen, which is read again only if it was written to. What is written by way of
+        `.data` (adapters that are merged and taken out again) moves no version: a sample tells.
+        """
+        sample, *whole = map(int, prepared.numbers[1:])
+        if not whole and sample == self._frozen.sample:
+            return self._frozen.whole
+        self._frozen = _FrozenSums(
+            prepared.versions if whole else None,
+            sample,
+            whole[0] if whole else int(sum_of_all(prepared.frozen, prepared.numbers[1].device)),
+        )
+        return self._frozen.whole
 
     def revoke(self, snapshot: Snapshot) -> None:
         """Takes back that a snapshot is one to go on from, before its memory is used again."""

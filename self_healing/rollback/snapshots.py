@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..config.healing_config import HealingConfig
-from ..hf.state import LiveState, Search
+from ..hf.state import LiveState, Search, local
 from .host_memory import (
     TRANSFERS,
     HostBlock,
@@ -23,6 +23,7 @@ from .host_memory import (
     Pair,
     TensorCopy,
     Transfer,
+    aligned,
     copy_all,
     gathered,
     later,
@@ -78,10 +79,14 @@ class Snapshot:
     stored: Path | None = None
     # Whether a forward wrote to the weights while they were copied: part of the copy is older than the rest.
     torn: bool = False
+    # Whether it was given up: nobody asks any more what is in it.
+    given_up: bool = False
     # What is copied beside training, or was.
     transfers: list[Transfer] = field(default_factory=list)
     # What is wrong with the copy: a thread looks for it as soon as it is complete.
     _found: futures.Future[list[str]] | None = None
+    # Bytes that its tensors take, which may be fewer than there are in the block.
+    needed: int = 0
     # The places in the block, of each tensor and of each piece, and for which kinds of tensors they were made.
     _kinds: list[Any] = field(default_factory=list)
     _hosts: list[torch.Tensor] = field(default_factory=list)
@@ -108,14 +113,27 @@ class Snapshot:
         """
         began = time.perf_counter()
         self.wait()
-        self.torn, self.transfers, self._found = False, [], None
-        # What changes without an `optimizer.step()` is copied in the stream that all is computed in: buffers, which a
-        # forward pass changes, and the scale, which may change where a step is left out.
-        at_once, beside = list[Pair](), list[Pair]()
+        self.torn, self.given_up, self.transfers, self._found = False, False, [], None
+        at_once, weights, state = self.describe(live)
+        sums = _sums_of(weights)
+        try:
+            self._copy(at_once, weights + state, new_block)
+        finally:
+            # Where it failed, what was begun is waited for all the same before the memory is used again. The thread
+            # holds on to that until then.
+            self._found = later(self._look, self.transfers, sums, self.block)
+        self.seconds = time.perf_counter() - began
+
+    def describe(self, live: LiveState) -> tuple[list[Pair], list[Pair], list[Pair]]:
+        """
+        Takes in what belongs to a state. Gives what is copied at once, in the stream that all is computed in: buffers,
+        which a forward changes, and the scale, which may change where a step is left out; then weights, and state of
+        the optimizer.
+        """
+        at_once, weights, beside = list[Pair](), list[Pair](), list[Pair]()
         self.buffers, self.scaler = save(live.buffers, at_once), save(live.scaler, at_once)
         self.loss_scaler = save(live.loss_scaler, at_once)
-        self.parameters = save(live.parameters, beside)
-        sums = _sums_of(beside)
+        self.parameters = save(live.parameters, weights)
         groups = [] if live.optimizer is None else live.optimizer.param_groups
         states = {} if live.optimizer is None else live.optimizer.state
         self.groups = [
@@ -123,12 +141,7 @@ class Snapshot:
             for group in groups
         ]
         self.states = [(parameter, save(state, beside)) for parameter, state in states.items()]
-        try:
-            self._copy(at_once, beside, new_block)
-        finally:
-            # Where it failed, what was begun is waited for all the same before the memory is used again.
-            self._found = later(self._look, self.transfers, sums)
-        self.seconds = time.perf_counter() - began
+        return at_once, weights, beside
 
     def _copy(self, at_once: list[Pair], beside: list[Pair], new_block: NewBlock) -> None:
         now, rest = gathered(at_once), gathered(beside)
@@ -148,26 +161,30 @@ class Snapshot:
     def _make_room(self, pairs: list[Pair], pieces: list[list[Pair]], new_block: NewBlock) -> None:
         kinds = [(tensor.shape, tensor.dtype, tensor.device, tensor.stride()) for _, tensor in pairs]
         if kinds != self._kinds:
-            self._kinds, self._hosts, self._places, needed = [], [], [], room_for(pieces)
-            if self.nbytes < needed:
+            self._kinds, self._hosts, self._places, self.needed = [], [], [], room_for(pieces)
+            if self.nbytes < self.needed:
                 self.block = None
-                self.block = new_block(needed, any(tensor.device.type == "cuda" for _, tensor in pairs))
+                self.block = new_block(self.needed, any(tensor.device.type == "cuda" for _, tensor in pairs))
             if self.block is not None:
                 self._places = lay_out(pieces, self.block)
             self._kinds, self._hosts = kinds, [kept.host for kept, _ in pairs]
         for (kept, _), host in zip(pairs, self._hosts, strict=True):
             kept.host = host
 
-    def _look(self, transfers: list[Transfer], sums: list[_Sums]) -> list[str]:
+    def _look(self, transfers: list[Transfer], sums: list[_Sums], _: HostBlock | None) -> list[str]:
         for transfer in transfers:
             transfer.wait()
         for copies, before in sums:
+            if self.given_up:
+                return []
             now = [int(sum_of_words(kept.host, word)) for kept, word in copies]
             if now != before.tolist():
                 self.torn = True
-                return ["written to while they were copied"]
+                return []
         search = Search()
         for name, kept in self.copies():
+            if self.given_up:
+                return []
             # A causal mask kept as a buffer holds -inf on purpose.
             search.add(name, kept.host, inf=not name.startswith("buffer:"))
         return search.nonfinite()
@@ -220,9 +237,10 @@ class Snapshot:
             (live.buffers, self.buffers),
             (live.scaler, self.scaler),
         ):
-            for name, tensor in tensors.items():
-                if name in kept:
-                    put_back(tensor, kept[name])
+            for name in [name for name in tensors if name in kept]:
+                there = put_back(tensors[name], kept[name])
+                if there is not tensors[name]:
+                    live.replace_buffer(name, there)
         if self.loss_scaler:
             put_back(live.loss_scaler, self.loss_scaler)
         if live.optimizer is None:
@@ -236,6 +254,25 @@ class Snapshot:
             del state[parameter]
         for parameter, saved in known.items():
             state[parameter] = put_back(state.get(parameter), saved, parameter)
+
+
+def size_of(live: LiveState) -> int:
+    """Bytes a snapshot of a state takes."""
+    at_once, weights, beside = Snapshot().describe(live)
+    return room_for(gathered(at_once)) + room_for(gathered(weights + beside))
+
+
+def size_to_be(live: LiveState) -> int | None:
+    """Bytes it will take once the optimizer has all its state; `None` where that is not known yet."""
+    optimizer = live.optimizer
+    if optimizer is None or optimizer.state:
+        return size_of(live)
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        return None
+    moments = 3 if optimizer.defaults["amsgrad"] else 2
+    trained = [local(parameter).nbytes for parameter in live.updated if parameter.requires_grad]
+    # Each has a counter as well.
+    return size_of(live) + sum(moments * aligned(nbytes) + aligned(4) for nbytes in trained)
 
 
 # Where something is copied to, and what.

@@ -19,11 +19,12 @@ from ..hf.step import Control, Window
 from ..hf.trainer_state import ResumeRecord
 from ..journal.journal import Journal
 from ..ranks import votes
+from ..system import processes
 from ..system.random_state import RandomState
-from .host_memory import free_host_memory, size_of
+from .host_memory import TRANSFERS, free_host_memory
 from .ring import KeptBatches, SnapshotRing
 from .shared_memory import SharedStates, StoredState
-from .snapshots import Snapshot, SnapshotInterval
+from .snapshots import Snapshot, SnapshotInterval, size_of, size_to_be
 
 
 logger = logging.getLogger("self_healing")
@@ -34,6 +35,8 @@ EARLY_STEPS = 50
 # The questions of the votes in which all ranks take a snapshot, trust it, or set a state aside.
 TAKEN, TRUSTED = "there is no memory for a snapshot", "a snapshot is sound"
 SET_ASIDE = "there is no memory to set the state aside"
+# Why a snapshot is not trusted, the worst last.
+_TORN, _NOT_FINITE = 1, 2
 
 
 class TrustedStates:
@@ -91,6 +94,12 @@ class TrustedStates:
         """Its tensors."""
         return self.instrument.view.live_state()
 
+    def prepare(self, instrument: Instrument) -> None:
+        """Called as soon as the weights are known: a thread takes memory for the state that the run begins with."""
+        view = instrument.view
+        if not self.attached and not self._on_disk_only and view.can_reexecute:
+            self.ring.reserve(size_of(view.live_state()), view.device)
+
     def begin(self, instrument: Instrument, cold: bool, learned: Any) -> None:
         """Called whenever `train()` is entered: keeps the state it begins with, unless what is kept still holds."""
         first, self._instrument, self._learned = self._instrument is None, instrument, learned
@@ -105,13 +114,15 @@ class TrustedStates:
             self._forget_beyond(step)
             return
         self._optimizer = optimizer
-        self.ring.release()
+        if not first:
+            self.ring.release()
         self.batches.stop_recording()
         self._on_disk_only |= not instrument.view.can_reexecute
         if not self._on_disk_only and self._take(step):
             self.ring.begin_with_candidate()
             # Before the first step there may be an evaluation, for which some optimizers swap the weights.
             self.ring.join()
+            self.ring.reserve(size_to_be(self.live), self.device)
 
     def _forget_beyond(self, step: int) -> None:
         """Forgets states and steps of a future that will be another one: the run goes on from an earlier step."""
@@ -149,8 +160,14 @@ class TrustedStates:
         since = step - interval.last_taken
         if since == 1 and not self._on_disk_only and self.ring.lacks_room:
             # By now the optimizer has all its state.
-            self.ring.reserve(self.live, self.device)
-        return since >= interval.steps and not self._on_disk_only and self.ring.candidate is None
+            self.ring.reserve(size_to_be(self.live), self.device)
+        due = since >= interval.steps and not self._on_disk_only and self.ring.candidate is None
+        return due and not (self.ring.reserving and self._may_wait)
+
+    @property
+    def _may_wait(self) -> bool:
+        """Whether a snapshot may be put off until its memory is pinned: where no other rank waits for this one."""
+        return self.device.type in TRANSFERS and processes.world_size() == 1
 
     def keep_batch(self, window: Window, loss: float) -> Control | None:
         """Keeps the batch of a step that is about to be applied."""
@@ -287,9 +304,12 @@ class TrustedStates:
         candidate = self.ring.candidate
         assert candidate is not None
         bad = self._wrong_in(candidate)
-        share = 0.0 if bad else self.interval.share_of_step(candidate, step + 1 - candidate.step)
-        unsound, share = votes.largest(TRUSTED, (bool(bad), share), self.device)[:2]
-        if unsound:
+        wrong = _NOT_FINITE if bad else _TORN if candidate.torn else 0
+        share = 0.0 if wrong else self.interval.share_of_step(candidate, step + 1 - candidate.step)
+        worst, share = votes.largest(TRUSTED, (wrong, share), self.device)[:2]
+        if worst == _TORN:
+            return self._take_another(candidate, step)
+        if worst:
             return self._refuse(candidate, step, bad or ["on another rank"])
         self.ring.promote()
         if self.ring.shared is not None:
@@ -311,9 +331,18 @@ class TrustedStates:
                 raise
             return ["it could not be searched: out of memory"]
 
+    def _take_another(self, candidate: Snapshot, step: int) -> list[str]:
+        """Drops a copy part of which is older than the rest. Of the weights it says nothing."""
+        self._forward_writes = True
+        self.ring.discard()
+        self.interval.last_taken = step + 1 - self.interval.steps
+        why = "written to while they were copied"
+        self._journal.event("snapshot_refused", step, taken_at=candidate.step, tensors=[why])
+        logger.info("Step %d: weights were %s at step %d; another copy is made.", step, why, candidate.step)
+        return []
+
     def _refuse(self, candidate: Snapshot, step: int, bad: list[str]) -> list[str]:
         self._refused_at = step
-        self._forward_writes |= candidate.torn
         self.ring.discard()
         self._journal.event("snapshot_refused", step, taken_at=candidate.step, tensors=bad[:20])
         logger.warning(

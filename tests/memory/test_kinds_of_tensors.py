@@ -19,6 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from self_healing import HealingConfig, SelfHealingCallback
 from self_healing.hf.state import LiveState
+from self_healing.rollback.host_memory import TensorCopy
 from self_healing.rollback.ring import SnapshotRing
 
 
@@ -103,6 +104,36 @@ class TestQuantised:
         tensor = quantised(1.0)
         tensor.b[0, 0] = torch.nan
         assert SnapshotRing().take(LiveState({"w": tensor}, {}, None, {}), 0, {}).nonfinite() == ["w.b"]
+
+
+class Projector:
+    """What GaLore and APOLLO keep of a parameter: an object with tensors in it."""
+
+    def __init__(self, parent: Any) -> None:
+        self.rank, self.parent = 4, parent
+        self.ortho_matrix = [torch.full((3, 2), 1.0), torch.full((2, 3), 2.0)]
+
+
+class TestInObjects:
+    def test_tensors_are_copied_to_host_memory_and_put_back(self) -> None:
+        parameter = torch.nn.Parameter(torch.ones(3, 2))
+        optimizer = torch.optim.SGD([parameter])
+        projector = optimizer.state[parameter]["projector"] = Projector(None)
+        projector.parent = projector
+        ring = SnapshotRing()
+        snapshot = ring.take(LiveState({"w": parameter.detach()}, {}, optimizer, {}), 0, {})
+        kept = snapshot.states[0][1]["projector"]
+        assert [type(each) for each in kept.ortho_matrix] == [TensorCopy, TensorCopy]
+        assert snapshot.block is not None
+        assert all(snapshot.block.offset_of(each.host) is not None for each in kept.ortho_matrix)
+        for _ in range(2):
+            for each in optimizer.state[parameter]["projector"].ortho_matrix:
+                each.zero_()
+            ring.restore(snapshot, LiveState({"w": parameter.detach()}, {}, optimizer, {}))
+            found = optimizer.state[parameter]["projector"]
+            assert (found.rank, found.parent) == (4, found)
+            assert torch.equal(found.ortho_matrix[0], torch.full((3, 2), 1.0))
+            assert torch.equal(found.ortho_matrix[1], torch.full((2, 3), 2.0))
 
 
 class TestOffloaded:

@@ -21,8 +21,9 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, Target
 from self_healing.healers.oom.healer import SIZES_FILE
 from self_healing.hf.state import live_state_of
-from self_healing.rollback.host_memory import TRANSFERS, Transfer, size_of
+from self_healing.rollback.host_memory import TRANSFERS, Transfer
 from self_healing.rollback.ring import SnapshotRing
+from self_healing.rollback.snapshots import size_of
 from self_healing.system.random_state import RandomState
 
 

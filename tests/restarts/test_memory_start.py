@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import Starter, job_log, job_result, journal, sft_trainer
 from started_ranks import StartedRanks
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingTrainer
+from self_healing.healers.restarts.shared_memory import FinalSnapshot, _states_of
 from self_healing.healers.restarts.start import no_progress_from_memory
 from self_healing.hf.trainer_state import loads_more
 from self_healing.rollback import shared_memory
-from self_healing.rollback.shared_memory import directory_of
+from self_healing.rollback.shared_memory import directory_of, open_state
 from self_healing.run.record import Attempt, RunRecord
 
 
@@ -361,3 +363,29 @@ def test_each_way_to_shard_goes_on_from_memory(
         assert resumed_from == str(tmp_path / "changed" / "checkpoint-3")
         log = (tmp_path / "logs.1" / "err.0").read_text()
         assert log.count("in shared memory cannot be gone on from: buffer 'added' was not there") == 1
+
+
+def test_what_is_left_is_what_the_run_trains_now(job: Path, tokenizer: Any) -> None:
+    """Since the newest snapshot, something has given a weight other memory, and put another buffer in place."""
+
+    class Swapping(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 5:
+                model.model.norm.weight.data = torch.full_like(model.model.norm.weight, 3.0)
+                model.model.rotary_emb.inv_freq = torch.full_like(model.model.rotary_emb.inv_freq, 4.0)
+                run = healed._run
+                run.part(FinalSnapshot).leave(run.attached)
+                control.should_training_stop = True
+
+        def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            (path,) = [path for path, facts in _states_of(str(job), 0, 1) if facts.step == 5]
+            left = open_state(path, torch.device("cpu"))._content
+            self.weight = left["parameters"]["model.norm.weight"].host.clone()
+            self.buffer = left["buffers"]["model.rotary_emb.inv_freq"].host.clone()
+
+    swapping = Swapping()
+    trainer = sft_trainer(job, tokenizer, max_steps=9, callbacks=[swapping])
+    healed = SelfHealingTrainer(trainer, HealingConfig(**CLOSE, launcher_restarts="yes"))
+    healed.train()
+    assert torch.equal(swapping.weight, torch.full_like(swapping.weight, 3.0))
+    assert torch.equal(swapping.buffer, torch.full_like(swapping.buffer, 4.0))

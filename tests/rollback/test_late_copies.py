@@ -14,6 +14,7 @@ from test_memory import HalfWay
 
 from self_healing import HealingConfig, SelfHealingCallback
 from self_healing.rollback.host_memory import TRANSFERS
+from self_healing.rollback.trusted import TrustedStates
 
 
 class LateTransfer:
@@ -89,9 +90,16 @@ def quantise(weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("write", [clamp, clamp_without_a_trace, quantise])
 def test_where_a_forward_writes_to_weights_a_torn_copy_is_refused_and_training_waits_for_the_next(
-    late: None, tmp_path: Path, tokenizer: Any, write: Callable[[torch.Tensor], torch.Tensor | None]
+    late: None,
+    tmp_path: Path,
+    tokenizer: Any,
+    write: Callable[[torch.Tensor], torch.Tensor | None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept = list[Any]()
+    kept, tried = list[Any](), list[int]()
+    take = TrustedStates.take_snapshot
+    monkeypatch.setattr(TrustedStates, "take_snapshot", lambda self, step: (tried.append(step), take(self, step)))
 
     @torch.no_grad()
     def before(module: torch.nn.Module, *_: Any) -> None:
@@ -105,7 +113,7 @@ def test_where_a_forward_writes_to_weights_a_torn_copy_is_refused_and_training_w
         if (values := kept.pop()) is not None:
             module.weight.data.copy_(values)
 
-    config = {"snapshot_interval": 1, "snapshot_verify_steps": 2}
+    config = {"snapshot_interval": 4, "snapshot_verify_steps": 2}
     callbacks = [SelfHealingCallback(config), WeightFault(a_few_nans, 12)]
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=callbacks, max_steps=14, gradient_accumulation_steps=1)
     trainer.model.model.embed_tokens.register_forward_pre_hook(before)
@@ -114,4 +122,7 @@ def test_where_a_forward_writes_to_weights_a_torn_copy_is_refused_and_training_w
     (refused,) = journal(tmp_path, "snapshot_refused")
     assert refused["tensors"] == ["written to while they were copied"]
     (back,) = [event for event in journal(tmp_path, "action") if event["action"] == "roll_back"]
-    assert (back["state"], back["to_step"]) == ("newest", 9)
+    # Another is taken in the next step, and nothing is said of the weights.
+    assert tried == [4, 6, 10]
+    assert (back["state"], back["to_step"]) == ("newest", 10)
+    assert "is not finite" not in caplog.text

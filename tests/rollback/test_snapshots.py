@@ -160,6 +160,25 @@ def test_a_tied_weight_is_copied_once(tokenizer: Any) -> None:
     assert float(Holder.model.lm_head.weight.detach().abs().sum()) > 0
 
 
+def test_a_buffer_whose_shape_has_changed_comes_back_as_it_was() -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
+    model[0].register_buffer("table", torch.arange(4.0))
+    ring = SnapshotRing()
+
+    def state() -> LiveState:
+        return LiveState(dict(model.named_parameters()), dict(model.named_buffers()), None, {}, model=model)
+
+    snapshot = ring.take(state(), 0, {})
+    model[0].table = torch.zeros(6)
+    ring.restore(snapshot, state())
+    assert torch.equal(model[0].table, torch.arange(4.0))
+    assert list(dict(model.named_buffers())) == list(snapshot.buffers)
+
+    model[0].weight = nn.Parameter(torch.ones(5))
+    with pytest.raises(ValueError, match=r"0.weight was torch.float32 of \(3,\) when the snapshot was taken"):
+        ring.restore(snapshot, state())
+
+
 class TestRing:
     @pytest.mark.parametrize(
         "tensor",

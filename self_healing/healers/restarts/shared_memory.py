@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,9 @@ import torch
 from ...checkpoints.marker import write_marker
 from ...hf.adapter import Instrument
 from ...hf.replicas import Replicas
-from ...hf.state import LiveState
+from ...hf.state import LiveState, local
 from ...hf.trainer_state import ResumeRecord
 from ...ranks import votes
-from ...rollback.host_memory import size_of
 from ...rollback.shared_memory import (
     SUFFIX,
     StateFacts,
@@ -33,7 +32,7 @@ from ...rollback.shared_memory import (
     open_state,
     read_facts,
 )
-from ...rollback.snapshots import Snapshot
+from ...rollback.snapshots import Snapshot, size_of
 from ...run.run import Run
 from ...system import processes
 
@@ -177,9 +176,10 @@ class FinalSnapshot:
 
     def _leave(self, instrument: Instrument, undisturbed: Callable[[], bool]) -> int | None:
         rollback = self._run.rollback
-        shared, live = rollback.shared, rollback.ring.taken_of
-        if shared is None or live is None or rollback.states.displaced or not instrument.view.can_hand_over:
+        shared, taken_of = rollback.shared, rollback.ring.taken_of
+        if shared is None or taken_of is None or rollback.states.displaced or not instrument.view.can_hand_over:
             return None
+        live = _live_beside_training(instrument, taken_of)
         shared.open(lambda: size_of(live))
         if not shared.active:
             return None
@@ -202,6 +202,17 @@ class FinalSnapshot:
         rollback.ring.left = snapshot
         shared.prepare(snapshot, live, record, owed, weights)
         return instrument.view.step if snapshot.stored is not None else None
+
+
+def _live_beside_training(instrument: Instrument, taken_of: LiveState) -> LiveState:
+    """
+    Collects the tensors of a run. In the middle of a step FSDP2 and ZeRO have put gathered weights in the place of
+    shards, which are still those that the newest snapshot was taken of.
+    """
+    if not (instrument.view.sharded or instrument.view.under_deepspeed):
+        return instrument.view.live_state()
+    buffers = {name: local(each) for name, each in instrument.trainer.model.named_buffers() if not each.is_meta}
+    return replace(taken_of, buffers=buffers)
 
 
 def _let_settle(device: torch.device) -> None:
