@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
@@ -410,10 +411,6 @@ def is_sharded(model: torch.nn.Module) -> bool:
     Whether weights of a model are spread over ranks (FSDP2, ZeRO-3, or while it was loaded), all of which then take
     part in each call of it.
     """
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
     # What ZeRO-3 spreads has a number of DeepSpeed's.
     return any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters())
 
@@ -443,10 +440,6 @@ def reshard(model: torch.nn.Module) -> None:
 
 def fsdp2_modules(model: torch.nn.Module) -> list[Any]:
     """Lists the modules that FSDP2 shards."""
-    if not torch.distributed.is_available():
-        return []
-    from torch.distributed.fsdp import FSDPModule
-
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

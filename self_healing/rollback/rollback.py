@@ -15,7 +15,7 @@ from ..config.healing_config import HealingConfig
 from ..failures.classify import classify_exception, describe_exception
 from ..failures.recipes import FailureType, Target, TrainingFault
 from ..hf.adapter import Instrument
-from ..hf.memory import free_memory, is_out_of_memory, release_frames, retry_after_freeing
+from ..hf.memory import is_out_of_memory, release_frames, retry_after_freeing
 from ..hf.objective import StepSignals
 from ..hf.state import optimizer_in_training_mode, reload_checkpoint
 from ..hf.step import Control, Recording, Window
@@ -126,20 +126,16 @@ class Rollback:
         return self.batches.free(of_host, self.states.device, self.ring.snapshots())
 
     def _try_to_put(self, snapshot: Snapshot) -> bool:
-        """Writes a snapshot over it, at the second attempt if need be; returns whether that succeeded."""
-        for _ in range(2):
-            try:
-                self.put(snapshot)
-            except Exception as error:
-                if classify_exception(error) in (FailureType.DEVICE, FailureType.PROCESS_DIED):
-                    raise
-                logger.warning("The state of step %d could not be put in place.", snapshot.step, exc_info=True)
-                release_frames(error)
-            else:
-                return True
-            # Outside of the handler: what the failed attempt held is gone.
-            free_memory(self.states.device)
-        return False
+        """Writes a snapshot over it; returns whether that succeeded."""
+        try:
+            self.put(snapshot)
+        except Exception as error:
+            if classify_exception(error) in (FailureType.DEVICE, FailureType.PROCESS_DIED):
+                raise
+            logger.warning("The state of step %d could not be put in place.", snapshot.step, exc_info=True)
+            release_frames(error)
+            return False
+        return True
 
     def _load(self, checkpoint: str) -> None:
         if self.states.instrument.failsafe.device_lost:

@@ -13,13 +13,12 @@ import shutil
 import stat
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -153,19 +152,26 @@ class StateUnusable(Exception):
     """A state in shared memory cannot be gone on from."""
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class SharedStep:
+    """What is the same of a state on all ranks that have it."""
+
+    step: int
+    run: str
+    # What the run owes beside it, in words.
+    owed: str
+    # Of a state that was left at the end, where all ranks keep the same weights: those are not the same where one has
+    # applied a step whose gradients its callbacks had not changed yet.
+    weights: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class StateFacts:
     """The beginning of the file: whose state it is."""
 
-    run: str
-    step: int
-    # What the run owes beside it, in words that all ranks compare.
-    owed: str
-    # Of the weights, where all ranks keep the same; of a state that was left at the end alone.
-    weights: str
+    shared: SharedStep
     # Of the block that its tensors lie in.
     block: str
-    checksum: int
     running_loss: float = 0.0
     frozen: int = 0
 
@@ -190,7 +196,7 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """Makes tensors of where they lie, without a copy."""
 
-    def __init__(self, file: io.BytesIO, memory: mmap.mmap, device: torch.device) -> None:
+    def __init__(self, file: BinaryIO, memory: mmap.mmap, device: torch.device) -> None:
         super().__init__(file)
         self._memory = memory
         self._device = device
@@ -215,7 +221,7 @@ class StoredState:
         self.path, self.facts = path, facts
         self.record: ResumeRecord = replace(content["record"], running_loss=torch.tensor(facts.running_loss))
         # The directory that `train()` resumes from, in place of a checkpoint.
-        self.checkpoint = str(path.with_name(f"checkpoint-{facts.step}"))
+        self.checkpoint = str(path.with_name(f"checkpoint-{facts.shared.step}"))
         self.nbytes = path.with_name(facts.block).stat().st_size
         # Nothing once it was let go of.
         self._content = content
@@ -284,11 +290,9 @@ def open_state(path: Path, device: torch.device) -> StoredState:
     """Opens a state that an earlier process of the run has left."""
     try:
         with path.open("rb") as file:
-            facts, body = pickle.load(file), file.read()
-        if zlib.crc32(body) != facts.checksum:
-            raise StateUnusable("it is not what was written")
-        memory = _map(path.with_name(facts.block))
-        return StoredState(path, facts, _Unpickler(io.BytesIO(body), memory, device).load())
+            facts: StateFacts = pickle.load(file)
+            content = _Unpickler(file, _map(path.with_name(facts.block)), device).load()
+        return StoredState(path, facts, content)
     except Exception as error:
         raise StateUnusable(f"{path} cannot be read ({type(error).__name__}: {error})") from error
 
@@ -487,7 +491,7 @@ class SharedStates:
             there = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             there.record(torch.cuda.current_stream(loss.device))
         body = file.getvalue()
-        facts = StateFacts(self._run, record.step, owed, weights, block.file.name, zlib.crc32(body))
+        facts = StateFacts(SharedStep(record.step, self._run, owed, weights), block.file.name)
         self.prepared = _Prepared(snapshot, facts, body, numbers, there, live.frozen, versions)
 
     def store(self) -> None:

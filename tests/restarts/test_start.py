@@ -17,7 +17,6 @@ from self_healing import HealingConfig
 from self_healing.checkpoints.choice import CheckpointError
 from self_healing.checkpoints.marker import write_marker
 from self_healing.checkpoints.vetting import Verdict
-from self_healing.healers.restarts.shared_memory import SharedStep
 from self_healing.healers.restarts.start import (
     Start,
     continues,
@@ -27,6 +26,7 @@ from self_healing.healers.restarts.start import (
     start_of,
 )
 from self_healing.journal.journal import Journal
+from self_healing.rollback.shared_memory import SharedStep
 from self_healing.run.record import _CALLS, Attempt, ExitReason, RunRecord
 from self_healing.system.files import STATE_FILE
 from self_healing.system.processes import Launch, Process

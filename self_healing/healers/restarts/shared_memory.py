@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ...hf.trainer_state import ResumeRecord
 from ...ranks import votes
 from ...rollback.shared_memory import (
     SUFFIX,
+    SharedStep,
     StateFacts,
     StateUnusable,
     StoredState,
@@ -43,21 +44,10 @@ logger = logging.getLogger("self_healing")
 # ---- where the process before this one was ----
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class SharedStep:
-    """A state that every rank has in shared memory."""
-
-    step: int
-    run: str
-    owed: str
-    # Not the same on all ranks, where one has applied a step whose gradients its callbacks had not changed yet.
-    weights: str = ""
-
-
 def steps_in_memory(output_dir: str, rank: int, device: torch.device) -> list[SharedStep]:
     """Finds the states that all ranks have in shared memory, the newest first."""
     world_size = processes.world_size()
-    mine = [_shared(facts) for _, facts in _states_of(output_dir, rank, world_size)]
+    mine = [facts.shared for _, facts in _states_of(output_dir, rank, world_size)]
     everywhere = votes.from_every_rank("states in shared memory", mine, device)
     return sorted((step for step in everywhere[0] if all(step in theirs for theirs in everywhere)), reverse=True)
 
@@ -100,7 +90,7 @@ def _states_of(output_dir: str, rank: int, world_size: int) -> list[tuple[Path, 
 
 
 def _open(output_dir: str, step: SharedStep, rank: int, device: torch.device) -> StoredState:
-    paths = [path for path, facts in _states_of(output_dir, rank, processes.world_size()) if _shared(facts) == step]
+    paths = [path for path, facts in _states_of(output_dir, rank, processes.world_size()) if facts.shared == step]
     if not paths:
         raise StateUnusable("it is not there any more")
     state = open_state(paths[-1], device)
@@ -109,10 +99,6 @@ def _open(output_dir: str, step: SharedStep, rank: int, device: torch.device) ->
     bookkeeping = state.record.bookkeeping | {"running_loss": state.facts.running_loss}
     write_marker(Path(state.checkpoint), step.run, step.step, bookkeeping, emergency=False, finite=True)
     return state
-
-
-def _shared(facts: StateFacts) -> SharedStep:
-    return SharedStep(facts.step, facts.run, facts.owed, facts.weights)
 
 
 def newest_beyond(steps: Sequence[SharedStep], run: str, step: int) -> SharedStep | None:

@@ -7,10 +7,13 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ...checkpoints.choice import (
     CheckpointError,
@@ -28,13 +31,13 @@ from ...hf.trainer_state import loads_more
 from ...journal.journal import Journal
 from ...journal.terminal import speaking_of
 from ...ranks import votes
-from ...rollback.shared_memory import StoredState, directory_of
+from ...rollback.shared_memory import SharedStep, StoredState, directory_of
 from ...run.record import ExitReason, RunRecord, UnreadableRecordError, first_call
 from ...run.status import RunState, read_status
 from ...system import processes
 from ...system.files import OFF_FILE, STATE_FILE
 from ...system.processes import Launch, State, launch_of, of_all_ranks, state_of
-from .shared_memory import SharedStep, newest_beyond, open_in_memory, steps_in_memory
+from .shared_memory import newest_beyond, open_in_memory, steps_in_memory
 
 
 logger = logging.getLogger("self_healing")
@@ -92,17 +95,6 @@ class Start:
         return 0 if self.record is None else max(self.record.newest.last_step - self.step, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Search:
-    """What decides where a run begins: what was asked for, how it was started, and what there is in memory."""
-
-    trainer: Any
-    config: HealingConfig
-    requested: str | os.PathLike[str] | bool | None
-    launch: Launch
-    in_memory: Sequence[SharedStep]
-
-
 def find_start(trainer: Any, config: HealingConfig, requested: str | os.PathLike[str] | bool | None) -> Start:
     """Finds where a run begins."""
     args, in_memory = trainer.args, list[SharedStep]()
@@ -111,39 +103,45 @@ def find_start(trainer: Any, config: HealingConfig, requested: str | os.PathLike
     launch = of_all_ranks([each for each, _ in of_ranks])
     if config.resume_after_restart and launch.started_again and all(more is None for _, more in of_ranks):
         in_memory = steps_in_memory(args.output_dir, args.process_index, args.device)
-    search = _Search(trainer, config, requested, launch, in_memory)
-    start = _found_by_first_rank(search)
+    restarted = config.resume_after_restart and launch.started_again
+    look = partial(_look_for_start, trainer, requested, launch, restarted)
+    start = _found_by_first_rank(partial(look, in_memory), args.device)
     if start.shared is None:
         return start
     opened = open_in_memory(args.output_dir, start.shared, args.process_index, args.device)
     if opened is None:
-        return _found_by_first_rank(replace(search, in_memory=()))
+        return _found_by_first_rank(partial(look, ()), args.device)
     return replace(start, memory=opened, checkpoint=opened.checkpoint)
 
 
-def _found_by_first_rank(search: _Search) -> Start:
-    passed_over: list[Verdict] = []
-    failed: list[Exception] = []
+def _found_by_first_rank(look_for_start: Callable[[list[Verdict]], Start], device: torch.device) -> Start:
+    passed_over, failed = list[Verdict](), list[Exception]()
 
     def look() -> tuple[Start, str | None]:
         start = Start(None)
         try:
-            start = _look_for_start(search, passed_over)
+            start = look_for_start(passed_over)
         except Exception as error:
             failed.append(error)
         for verdict in passed_over:
             logger.warning("%s is passed over: %s.", verdict.path, verdict.reason)
         return replace(start, passed_over=tuple(passed_over)), str(failed[0]) if failed else None
 
-    start, refusal = votes.looked_up_by_first_rank("where the run begins", look, search.trainer.args.device)
+    start, refusal = votes.looked_up_by_first_rank("where the run begins", look, device)
     if refusal is not None:
         raise failed[0] if failed else CheckpointError(refusal)
     return start
 
 
-def _look_for_start(search: _Search, passed_over: list[Verdict]) -> Start:
-    args, requested, launch = search.trainer.args, search.requested, search.launch
-    output_dir, restarted = str(args.output_dir), search.config.resume_after_restart and launch.started_again
+def _look_for_start(
+    trainer: Any,
+    requested: str | os.PathLike[str] | bool | None,
+    launch: Launch,
+    restarted: bool,
+    in_memory: Sequence[SharedStep],
+    passed_over: list[Verdict],
+) -> Start:
+    output_dir = str(trainer.args.output_dir)
     record: RunRecord | None = None
     try:
         record = RunRecord.read(Path(output_dir))
@@ -158,9 +156,9 @@ def _look_for_start(search: _Search, passed_over: list[Verdict]) -> Start:
     taken_up = False
     if record is not None and restarted and continues(record, launch, requested):
         taken_up = True
-        in_memory = () if no_progress_from_memory(record) else search.in_memory
+        usable = () if no_progress_from_memory(record) else in_memory
         # Those on disk are not read through, which takes longer than all the rest, if none can be further.
-        shared = newest_beyond(in_memory, record.run, _newest_complete_step(output_dir))
+        shared = newest_beyond(usable, record.run, _newest_complete_step(output_dir))
         if shared is not None:
             return replace(start_of(None, shared.step, record, launch, taken_up, requested), shared=shared)
         chosen = newest_verdict_of(record.run, output_dir, passed_over=passed_over)
@@ -170,7 +168,7 @@ def _look_for_start(search: _Search, passed_over: list[Verdict]) -> Start:
         chosen = resolve_checkpoint(wanted, output_dir, passed_over)
     if chosen is None:
         return start_of(None, 0, record, launch, taken_up, requested)
-    if (refusal := refusal_of_another_job(chosen.path, search.trainer)) is not None:
+    if (refusal := refusal_of_another_job(chosen.path, trainer)) is not None:
         raise CheckpointError(refusal)
     for doubt in chosen.doubts:
         logger.warning("Resuming from %s anyway: %s.", chosen.path, doubt)
@@ -246,7 +244,7 @@ def note_memory_start(journal: Journal, state: StoredState) -> None:
     """Tells on the first rank that a run goes on from a state in shared memory, which has been put in place."""
     if journal.rank > 0:
         return
-    step = state.facts.step
+    step = state.facts.shared.step
     journal.event("resumed_from_memory", step, bytes=state.nbytes)
     logger.warning(
         "Resumed from memory at step %d: the process before this one has left its state there (%.2f GB).",
