@@ -345,6 +345,10 @@ class SelfHealingTrainer:
             run.attached.reentry.release()
             run.attached = None
 
+    def _release_states(self, run: Run) -> None:
+        if not run.device_lost:
+            run.rollback.release()
+
     def _switch_off_auto_find_batch_size(self) -> None:
         if self.trainer.args.auto_find_batch_size:
             logger.warning(

@@ -90,9 +90,6 @@ class RunCheckpoints:
         if args.push_to_hub and self._config.upload_healing_files:
             self._generations = 0
             logger.info("upload_healing_files=True: verified checkpoints are not kept, or all of them were uploaded.")
-        # What a process that was killed half-way left behind.
-        for leftover in self.directory.glob(".checkpoint-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
         if resumed_from is not None and Path(resumed_from).resolve().is_relative_to(self._output_dir.resolve()):
             self._follow(Path(resumed_from), step, finite)
 

@@ -248,12 +248,9 @@ def gathering_uneven_rows(accelerator: Any) -> Iterator[None]:
     Lets a loss gather what it has computed for each row, such as the rewards of DPO, on ranks of which one has fewer
     rows.
     """
-    replaced = Replacements()
-    replaced.wrap(accelerator, "gather", _gather)
-    try:
+    with Replacements() as replaced:
+        replaced.wrap(accelerator, "gather", _gather)
         yield
-    finally:
-        replaced.give_back()
 
 
 def _gather(original: Callable[[Any], Any], values: Any) -> Any:

@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -40,11 +40,17 @@ class _Wrapped(functools.partial[Any]):
 
 
 class Replacements:
-    """Replaces attributes of objects, and gives them back. No class is touched."""
+    """Replaces attributes of objects, and gives them back, at the latest where its block ends. No class is touched."""
 
     def __init__(self) -> None:
         self.held: list[_Replaced] = []
         """What is replaced now, in order; empty once all is given back."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.give_back()
 
     def put(self, holder: Any, name: str, replacement: Any) -> None:
         """Sets an attribute until [`give_back`]."""
@@ -138,7 +144,6 @@ def entry_hooks_removed_on_exception(trainer: Any) -> Iterator[None]:
     """
     model = trainer.model
     before = {key for _, key in _hooks_of(model)}
-    replacements = Replacements()
     put_on: list[tuple[dict[int, Any], int]] | None = None
 
     def new_ones() -> list[tuple[dict[int, Any], int]]:
@@ -149,15 +154,14 @@ def entry_hooks_removed_on_exception(trainer: Any) -> Iterator[None]:
         put_on = new_ones()
         return original(*args, **kwargs)
 
-    replacements.wrap(trainer.callback_handler, "on_train_begin", note_and_tell)
-    try:
-        yield
-    except BaseException:
-        for hooks, key in new_ones() if put_on is None else put_on:
-            hooks.pop(key, None)
-        raise
-    finally:
-        replacements.give_back()
+    with Replacements() as replaced:
+        replaced.wrap(trainer.callback_handler, "on_train_begin", note_and_tell)
+        try:
+            yield
+        except BaseException:
+            for hooks, key in new_ones() if put_on is None else put_on:
+                hooks.pop(key, None)
+            raise
 
 
 def _hooks_of(model: Any) -> Iterator[tuple[dict[int, Any], int]]:

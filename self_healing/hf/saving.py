@@ -106,19 +106,19 @@ class SaveSchedule:
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
-        trainer, replaced = self._trainer, Replacements()
+        trainer = self._trainer
         for each in (*trainer.callback_handler.callbacks, trainer.control):
             if isinstance(each, ExportableState):
                 # The Trainer (5.23) raises a KeyError for one that has come after the beginning.
                 trainer.state.stateful_callbacks.setdefault(type(each).__name__, {})
-        if self._leaving.begun:
-            # Another process goes on from it.
-            replaced.put(trainer.args, "save_only_model", False)
         began, self.writing = time.monotonic(), True
         try:
-            yield
+            with Replacements() as replaced:
+                if self._leaving.begun:
+                    # Another process goes on from it.
+                    replaced.put(trainer.args, "save_only_model", False)
+                yield
         finally:
-            replaced.give_back()
             self.writing = False
             self.longest = max(self.longest, time.monotonic() - began)
 
@@ -263,25 +263,23 @@ class SavingTogether:
         with_rng = not self._trainer.args.save_only_model
         self._attempt(lambda: self._make_directories(checkpoint))
         self._agree()
-        replacements = Replacements()
-        for name in _PARTS:
-            last = name == ("_save_rng_state" if with_rng else "save_model")
-            replacements.wrap(self._trainer, name, partial(self._part_of_trainer, name, last))
         engine = engine_of(self._trainer)
-        if engine is not None:
-            for holder, name in [*writes_of(engine), (self._trainer, "_save")]:
-                replacements.wrap(holder, name, self._part)
-            replacements.wrap(engine, "save_checkpoint", self._part_of_engine)
         not_rotated: Exception | None = None
-        try:
-            self._attempt(partial(save, *args, **kwargs), gathers=True)
-        except Exception as error:
-            if not (was_rotating(error) and costs_its_save(error)):
-                raise
-            # Of the first rank alone: the checkpoint is written.
-            not_rotated = error
-        finally:
-            replacements.give_back()
+        with Replacements() as replaced:
+            for name in _PARTS:
+                last = name == ("_save_rng_state" if with_rng else "save_model")
+                replaced.wrap(self._trainer, name, partial(self._part_of_trainer, name, last))
+            if engine is not None:
+                for holder, name in [*writes_of(engine), (self._trainer, "_save")]:
+                    replaced.wrap(holder, name, self._part)
+                replaced.wrap(engine, "save_checkpoint", self._part_of_engine)
+            try:
+                self._attempt(partial(save, *args, **kwargs), gathers=True)
+            except Exception as error:
+                if not (was_rotating(error) and costs_its_save(error)):
+                    raise
+                # Of the first rank alone: the checkpoint is written.
+                not_rotated = error
         self._agree()
         if not_rotated is not None:
             raise not_rotated
@@ -375,13 +373,11 @@ def _left(error: BaseException, function: str) -> bool:
 
 def write_checkpoint(trainer: Any, folder: Path) -> None:
     """Writes a checkpoint of the trainer as it stands into a folder."""
-    ours, whole = Replacements(), {"push_to_hub": False, "save_only_model": False}
-    for name, value in {**whole, "save_strategy": SaveStrategy.NO, "output_dir": str(folder)}.items():
-        ours.put(trainer.args, name, value)
-    try:
+    whole = {"push_to_hub": False, "save_only_model": False}
+    with Replacements() as ours:
+        for name, value in {**whole, "save_strategy": SaveStrategy.NO, "output_dir": str(folder)}.items():
+            ours.put(trainer.args, name, value)
         trainer._save_checkpoint(trainer.model_wrapped, trial=None)
-    finally:
-        ours.give_back()
 
 
 def leave_out_of_uploads(folder: str, patterns: Sequence[str]) -> None:

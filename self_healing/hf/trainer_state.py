@@ -315,7 +315,6 @@ def resuming_from(
     trainer: Any, checkpoint: str, record: ResumeRecord, put: Callable[[LiveState], None]
 ) -> Iterator[None]:
     """Lets `train()` resume from a directory that has no files of weights, optimizer state and random states."""
-    replacements = Replacements()
 
     def load_state() -> None:
         # Weights as well: only now all that will be trained is on its device, and sharded.
@@ -338,7 +337,7 @@ def resuming_from(
         def loaded(original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
             return load() if path is not None and str(path) == checkpoint else original(path, *args, **kwargs)
 
-        replacements.wrap(holder, name, loaded)
+        replaced.wrap(holder, name, loaded)
 
     def prepare(original: Any, *args: Any, **kwargs: Any) -> Any:
         prepared, engine = original(*args, **kwargs), engine_of(trainer)
@@ -347,15 +346,13 @@ def resuming_from(
             instead_of(engine, "load_checkpoint", lambda: (checkpoint, {}))
         return prepared
 
-    replacements.wrap(trainer.accelerator, "prepare", prepare)
-    instead_of(trainer, "_load_from_checkpoint", lambda: None)
-    instead_of(trainer, "_load_optimizer_and_scheduler", load_state)
-    instead_of(trainer, "_load_scaler", load_scaler)
-    instead_of(trainer, "_load_rng_state", record.random.restore)
-    try:
+    with Replacements() as replaced:
+        replaced.wrap(trainer.accelerator, "prepare", prepare)
+        instead_of(trainer, "_load_from_checkpoint", lambda: None)
+        instead_of(trainer, "_load_optimizer_and_scheduler", load_state)
+        instead_of(trainer, "_load_scaler", load_scaler)
+        instead_of(trainer, "_load_rng_state", record.random.restore)
         yield
-    finally:
-        replacements.give_back()
 
 
 def _exported_states(trainer: Any) -> dict[str, Any]:

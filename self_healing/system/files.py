@@ -175,9 +175,9 @@ def own_patterns(output_dir: str | os.PathLike[str], healing_dir: str | os.PathL
 
 
 def remove_leftovers(output_dir: str | os.PathLike[str]) -> None:
-    """Removes checkpoints that a process was removing when it was killed; other files are written again."""
+    """Removes checkpoints that a process was removing or linking when it was killed; other files are written anew."""
     for name in ("", PINNED_DIR, EMERGENCY_DIR, BESIDE_DIR):
-        for leftover in Path(output_dir, name).glob(".checkpoint-*.gone"):
+        for leftover in Path(output_dir, name).glob(".checkpoint-*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
 

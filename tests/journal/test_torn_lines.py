@@ -66,7 +66,7 @@ def a_checkpoint(directory: Path) -> Path:
 def test_a_run_begins_by_removing_what_killed_processes_have_left(tmp_path: Path, tokenizer: Any) -> None:
     run = tmp_path / "run"
     kept = a_checkpoint(run / "checkpoint-2")
-    leftovers = [run / ".checkpoint-4.gone", run / "last-known-good" / ".checkpoint-3.gone"]
+    leftovers = [run / ".checkpoint-4.gone", run / "last-known-good" / ".checkpoint-3.new"]
     for path in leftovers:
         a_checkpoint(path)
     plain_trainer(run, tokenizer, callbacks=[SelfHealingCallback()], max_steps=1).train()

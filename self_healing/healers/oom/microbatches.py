@@ -136,13 +136,10 @@ class Microbatches:
             values = [*(each for _, each in parts[:-1]), value]
             return _added(values, [each.weights for each in passes], self._numbers[place])
 
-        replaced = Replacements()
-        replaced.wrap(self._trainer.accelerator, "backward", backward)
-        _listen(replaced, self._trainer.accelerator, answer)
-        try:
+        with Replacements() as replaced:
+            replaced.wrap(self._trainer.accelerator, "backward", backward)
+            _listen(replaced, self._trainer.accelerator, answer)
             yield
-        finally:
-            replaced.give_back()
 
     # ---- which rows, and what they count for ----
 
@@ -247,19 +244,17 @@ class Microbatches:
         self, model: Any, part: _Pass, items: Any, tensors: Sequence[torch.Tensor], moved: int = 0
     ) -> list[torch.Tensor]:
         """Loss and gradients of some rows, with what it asks for answered so much too high."""
-        trainer, replaced = self._trainer, Replacements()
+        trainer = self._trainer
 
         def answer(name: str, value: torch.Tensor) -> torch.Tensor:
             part.asked.append((name, value.detach()))
             return value + moved if moved else value
 
-        _listen(replaced, trainer.accelerator, answer)
-        try:
+        with Replacements() as replaced:
+            _listen(replaced, trainer.accelerator, answer)
             with trainer.compute_loss_context_manager():
                 loss = trainer.compute_loss(model, copy.copy(part.batch), num_items_in_batch=items)
             gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
-        finally:
-            replaced.give_back()
         return [
             loss.detach().float(),
             *(
