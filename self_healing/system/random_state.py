@@ -109,9 +109,8 @@ def _on_devices(device: torch.device | None) -> list[torch.Tensor]:
 # What may lie apart: matrix products in single precision may be computed in TF32, with ten bits, and a sum in half
 # precision may be off by several steps of its last place.
 _LEAST, _LAST_PLACES = 1e-3, 8
-# Of each gradient: how many elements are kept, and how many are summed up at a time.
-_SAMPLE, _CHUNK = 1024, 2**22
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Of each gradient: how many elements are kept.
+_SAMPLE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,7 @@ class StepPrint:
     """A fingerprint of a computed step, to compare another computation of it with."""
 
     loss: float
-    sums: torch.Tensor
+    norms: torch.Tensor
     sample: torch.Tensor
 
     @classmethod
@@ -172,28 +171,19 @@ class StepPrint:
         flat = [each.detach().reshape(-1) for each in local]
         # Of a model on several devices; read from one.
         device = flat[0].device
-        sums = torch.stack([_sum_of_bits(each).to(device) for each in flat])
+        norms = torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64).to(device) for each in flat])
         sample = torch.cat([each[:: max(len(each) // _SAMPLE, 1)].double().to(device) for each in flat])
-        return cls(loss, sums.cpu(), sample.cpu())
+        return cls(loss, norms.cpu(), sample.cpu())
 
     def apart_from(self, other: StepPrint, dtype: torch.dtype) -> Repeatability | None:
         """Compares two computations; `None` if they are not of the same gradients, or not finite."""
-        if self.sums.shape != other.sums.shape or self.sample.shape != other.sample.shape:
+        if self.norms.shape != other.norms.shape or self.sample.shape != other.sample.shape:
             return None
         scale = float(self.sample.norm())
         apart = float((self.sample - other.sample).norm()) / scale if scale > 0 else 0.0
-        if apart == 0 and not torch.equal(self.sums, other.sums):
+        if apart == 0 and not torch.equal(self.norms, other.norms):
             # Less than the sample shows.
             apart = torch.finfo(torch.float32).eps
         loss = 0.0 if self.loss == other.loss else abs(self.loss - other.loss) / max(abs(self.loss), abs(other.loss))
         found = Repeatability(loss, apart, tolerance(dtype))
         return found if found.loss + found.gradient < float("inf") else None
-
-
-def _sum_of_bits(flat: torch.Tensor) -> torch.Tensor:
-    """Sums up the bits in pieces, because each is copied when it is summed up as integers."""
-    bits = flat.view(_BITS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for piece in torch.split(bits, _CHUNK):
-        total += piece.sum(dtype=torch.int64)
-    return total
