@@ -3,7 +3,7 @@
 
 The file begins with a line of JSON that names the run, and goes on with rows of a fixed size. It is not synced, a step
 waits for no disk, and a process that is killed takes about the last second with it. However long the run is, the file
-stays below 1.4 MB: when it is full, neighbouring rows are merged, with the mean and the maximum of what they held.
+stays below 1.1 MB: when it is full, neighbouring rows are merged, with the mean and the maximum of what they held.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from typing import Any, NamedTuple
 
 
 SCHEMA_VERSION = 1
-# Rows of a file before they are merged: enough for every pixel of a wide screen, several times over.
-ROWS = 1 << 14
+# Rows of a file before they are merged: enough for every pixel of a wide screen.
+ROWS = 1 << 13
 # Seconds between two writes, and of the training time the share that they may take, however slow the disk is.
 _EVERY, _SHARE = 1.0, 0.01
 
-_ROW = struct.Struct("<qIIId13f")
-# Of a float32.
-_LARGEST = 3.4e38
+_ROW = struct.Struct("<qIIId13d")
 _NAN = math.nan
 
 
@@ -155,12 +153,7 @@ def _largest(rows: Iterable[StepRow], column: str) -> float:
 
 
 def _packed(rows: Collection[tuple[Any, ...]]) -> bytes:
-    try:
-        return b"".join([_ROW.pack(*row) for row in rows])
-    except OverflowError:
-        # The loss of a model in double precision may be past what a float32 holds.
-        rows = [(*row[:5], *[math.inf if abs(value) > _LARGEST else value for value in row[5:]]) for row in rows]
-        return b"".join([_ROW.pack(*row) for row in rows])
+    return b"".join([_ROW.pack(*row) for row in rows])
 
 
 def step_log_of(directory: Path, run: str) -> Path:

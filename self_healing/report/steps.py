@@ -68,7 +68,6 @@ def _columns(rows: Sequence[StepRow]) -> dict[str, list[Any]]:
 def _rounded(value: float) -> float | None:
     if not math.isfinite(value):
         return None
-    # Most are kept as float32.
     return value if abs(value) >= 1e6 else float(f"{value:.7g}")
 
 
