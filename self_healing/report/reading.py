@@ -49,7 +49,6 @@ def read_run(
     directory: str | Path,
     run: str | None = None,
     charts: bool = True,
-    now: float | None = None,
     ended: tuple[State, Mapping[str, Any]] | None = None,
 ) -> RunReport:
     """
@@ -63,8 +62,6 @@ def read_run(
             newest.
         charts (`bool`, *optional*, defaults to `True`):
             Whether to read what can be drawn.
-        now (`float`, *optional*):
-            In seconds since the epoch. Defaults to the time it is.
         ended (`tuple`, *optional*):
             Of a run whose end is not written down yet: its state, and what the event of it will say.
 
@@ -76,8 +73,7 @@ def read_run(
         ValueError: If the file is no journal, or there is no such run, or more than one.
     """
     journals = read_journals(directory)
-    reader = _Reader(journals, Path(directory), _chosen(journals, run), time.time() if now is None else now)
-    return reader.read(charts, ended)
+    return _Reader(journals, Path(directory), _chosen(journals, run)).read(charts, ended)
 
 
 def _chosen(journals: Journals, run: str | None) -> str:
@@ -95,10 +91,10 @@ def _chosen(journals: Journals, run: str | None) -> str:
 class _Reader:
     """One run while it is read."""
 
-    def __init__(self, journals: Journals, place: Path, run: str, now: float) -> None:
+    def __init__(self, journals: Journals, place: Path, run: str) -> None:
         self.journals = journals
         self.run = run
-        self.now = now
+        self.now = time.time()
         self.events = journals.of_run(run)
         self.remarks = [journals.damage] if journals.damage else []
         self.directory = journals.path.parent.resolve()

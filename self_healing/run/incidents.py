@@ -50,11 +50,11 @@ class OpenIncident:
         self._take_time()
         self._since = None
 
-    def close(self, outcome: str, **evidence: Any) -> None:
+    def close(self, outcome: str) -> None:
         """Tells of it, and closes it."""
         self._take_time()
         self._tell()
-        self._journal.closed(self.incident, outcome, **evidence)
+        self._journal.closed(self.incident, outcome)
 
     def wait(self) -> None:
         """Waits for the healthy steps that follow; told of at the end of the block."""
