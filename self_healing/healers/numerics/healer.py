@@ -246,16 +246,16 @@ def kept_weights(trainer: Any, at_most: int) -> dict[str, Any]:
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     # Of several names of one tensor the first.
-    held = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
-    tensors = [(name, tensor) for name, tensor in held.values() if isinstance(tensor, torch.Tensor)]
+    names = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    held = [*model.parameters(), *(buffer for buffer in model.buffers() if id(buffer) in names)]
     # Of what FSDP2 or ZeRO-3 shards, this rank has a part.
-    if any(hasattr(each, "full_tensor") or hasattr(each, "ds_id") or each.is_meta for _, each in tensors):
+    if any(hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") or tensor.is_meta for tensor in held):
         return {}
-    trained = [pair for pair in tensors if pair[1].requires_grad or not isinstance(pair[1], torch.nn.Parameter)]
-    for chosen in (tensors, trained):
-        if sum(each.nbytes for _, each in chosen) <= at_most:
-            weights = {name: each.detach().to("cpu", copy=True) for name, each in chosen}
-            return {"weights": weights, "all_weights": chosen is tensors}
+    trained = [tensor for tensor in held if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)]
+    for chosen in (held, trained):
+        if sum(tensor.nbytes for tensor in chosen) <= at_most:
+            weights = {names[id(tensor)]: tensor.detach().to("cpu", copy=True) for tensor in chosen}
+            return {"weights": weights, "all_weights": chosen is held}
     return {}
 
 
