@@ -224,18 +224,17 @@ class SelfHealingTrainer:
             run.part(Shutdown).finish()
         finally:
             args.eval_on_start, args.ignore_data_skip = theirs
-            leaving: list[Callable[[], object]] = [
+            for leave in (
                 partial(adopt_run, self.trainer, None),
                 run.part(Preemption).release,
                 partial(self._let_go, run),
                 partial(leave_snapshots, run),
-                *([] if run.device_lost else [run.rollback.release]),
+                partial(self._release_states, run),
                 reporting.detach,
                 run.part(HangWatch).close,
                 closing.write,
                 partial(tell_end, run, left_by),
-            ]
-            for leave in leaving:
+            ):
                 with contained(logger, _LEFT):
                     leave()
             if run.part(Shutdown).ends_process:
