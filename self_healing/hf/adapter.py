@@ -232,7 +232,7 @@ class Instrument:
 
     def before_optimizer_step(self) -> None:
         """
-        Called in `on_pre_optimizer_step` of a step that is not judged yet: the Trainer did not clip it, not through
+        Called in `on_pre_optimizer_step` of a step that is not judged yet: the Trainer did not clip it, neither by
         the accelerator nor on mixed meshes.
         """
         window = self.window
