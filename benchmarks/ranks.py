@@ -64,7 +64,7 @@ Pair = tuple[float, float]
 
 
 # What a step with healing may take, of one without.
-BOUND = 1.02
+BOUND = 1.015
 # Turns at the start of a duet that are not counted: a turn is noted from the end of the one before.
 WARM_UP_TURNS = 1
 # The stage of ZeRO, and whether in bf16.

@@ -7,14 +7,12 @@ import hashlib
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
-from ..ranks import votes
 from ..system import processes
 from .state import local, trained_tensors
 
@@ -26,8 +24,8 @@ SumsOfGroups = Mapping[Group, Sums]
 
 # Where each process has all weights, and nothing but equal updates keeps them equal.
 _REPLICATED = frozenset(each for each in DistributedType if each.value.startswith("MULTI_"))
-# Tensors that are looked into, and places in each. The rounds in which they are found are the same on all ranks.
-_LOOKED_AT, _ROUNDS = 8, 3
+# Tensors of which it is told how far they were off.
+_LOOKED_AT = 8
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # A digest is a number of 64 bits in parts whose sums over some thousand ranks are exact in single precision.
@@ -199,54 +197,18 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
 
 
-@dataclass(frozen=True, slots=True)
-class Apart:
-    """Some weights of one rank, where they are not those of the others."""
-
-    places: dict[str, torch.Tensor]
-    values: dict[str, torch.Tensor]
-
-    @classmethod
-    def among(
-        cls, tensors: Mapping[str, torch.Tensor], apart: Mapping[Group, Sequence[str]], device: torch.device
-    ) -> Self:
-        """Finds elements of some tensors that are not the same on all ranks that keep them: a few of each."""
-        rank = processes.own_rank()
-        group_of = {name: group for group, names in apart.items() if rank in group for name in names}
-        values = {name: _real(tensors[name]) for name in list(group_of)[:_LOOKED_AT]}
-        bits = {name: each.view(_INTEGERS[each.element_size()]) for name, each in values.items()}
-        pieces = {name: [range(len(each))] for name, each in bits.items()}
-        for left in range(_ROUNDS, 0, -1):
-            # In each round of a piece, one part in so many that the last round has single elements.
-            smaller = {name: [part for piece in each for part in _split(piece, left)] for name, each in pieces.items()}
-            own = {name: [_sum_of_piece(bits[name], part) for part in each] for name, each in smaller.items()}
-            of_ranks = votes.from_every_rank("where weights differ", own, device)
-            for name, parts in smaller.items():
-                of_group = zip(*(of_ranks[other][name] for other in group_of[name]), strict=True)
-                differs = [len(set(sums)) > 1 for sums in of_group]
-                pieces[name] = [part for part, other in zip(parts, differs, strict=True) if other][:_LOOKED_AT]
-        places = {
-            name: torch.tensor([place for piece in each for place in piece], dtype=torch.int64)
-            for name, each in pieces.items()
-        }
-        return cls(places, {name: values[name][each.to(values[name].device)].cpu() for name, each in places.items()})
-
-    def distance_from(self, tensors: Mapping[str, torch.Tensor]) -> float:
-        """How far they were from what the run has in their place now; infinite if one was not finite."""
-        farthest = 0.0
-        for name, places in self.places.items():
-            flat = _real(tensors[name])
-            now = flat[places.to(flat.device)].cpu().double()
-            distance = float((self.values[name].double() - now).abs().max()) if len(places) else 0.0
-            farthest = max(farthest, distance if math.isfinite(distance) else math.inf)
-        return farthest
+def copies_of(tensors: Mapping[str, torch.Tensor], apart: Mapping[Group, Sequence[str]]) -> dict[str, torch.Tensor]:
+    """Copies some of the tensors that are not the same on all ranks that keep them to the host."""
+    rank = processes.own_rank()
+    names = [name for group, of_group in apart.items() if rank in group for name in of_group]
+    return {name: tensors[name].detach().cpu().clone() for name in names[:_LOOKED_AT]}
 
 
-def _split(piece: range, rounds: int) -> list[range]:
-    """Splits a piece so that as many rounds end with single elements."""
-    length = max(math.ceil(len(piece) ** ((rounds - 1) / rounds)), 1)
-    return [piece[begin : begin + length] for begin in range(0, len(piece), length)]
-
-
-def _sum_of_piece(bits: torch.Tensor, piece: range) -> int:
-    return int(bits[piece.start : piece.stop].sum(dtype=torch.int64))
+def distance_between(before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -> float:
+    """How far tensors were from what the run has in their place now; infinite if one was not finite."""
+    distances = [
+        float((_real(each).double() - _real(now[name]).cpu().double()).abs().max())
+        for name, each in before.items()
+        if each.numel()
+    ]
+    return max((each if math.isfinite(each) else math.inf for each in distances), default=0.0)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ...failures.recipes import FailureType
-from ...hf.replicas import DIGEST_PARTS, Apart, Group, Replicas, SumsOfGroups, are_apart, unlike
+from ...hf.replicas import DIGEST_PARTS, Group, Replicas, SumsOfGroups, are_apart, copies_of, distance_between, unlike
 from ...hf.step import Window
 from ...ranks import votes
 from ...run.healer import HealingContext
@@ -122,7 +122,7 @@ class ReplicaHealer(NumericsHealer):
         odd = odd_by_majority(of_ranks, apart)
         # Before anything is done about it, which may end the run.
         self._name(opened, odd)
-        found = Apart.among(self._replicas.tensors(), apart, device) if odd is None else None
+        before = copies_of(self._replicas.tensors(), apart) if odd is None else None
         context = HealingContext(opened.incident, self.instrument, window)
         context.unlike_from = None if self.same_at is None else self.same_at + 1
         context.verdict = "the weights of the ranks are not the same any more"
@@ -142,9 +142,9 @@ class ReplicaHealer(NumericsHealer):
         if unlike(after):
             self._give_up(opened, "the trusted state differs as well; from here on they are not compared")
             return
-        if found is not None and not window.skipped:
+        if before is not None and not window.skipped:
             # The weights are those that were compared, as they should have been.
-            distance = found.distance_from(self._replicas.tensors())
+            distance = distance_between(before, self._replicas.tensors())
             distances = votes.from_every_rank("how far the weights were off", distance, device)
             self._name(opened, outlier_by_distance(of_ranks, after, distances, apart))
         opened.wait()
