@@ -232,8 +232,8 @@ class Instrument:
 
     def before_optimizer_step(self) -> None:
         """
-        Called in `on_pre_optimizer_step` of a step that is not judged yet: the Trainer did not clip it, neither by
-        the accelerator nor on mixed meshes.
+        Called in `on_pre_optimizer_step` of a step that is not judged yet: the Trainer did not clip it, neither
+        through the accelerator nor on mixed meshes.
         """
         window = self.window
         if self._ready(window):
@@ -274,7 +274,8 @@ class Instrument:
                 self.hooks.fetch_failed(error)
                 raise
             try:
-                self._fetched(len(batches))
+                if self.replaced.held:
+                    self._fetched(len(batches))
             except Exception as error:
                 if not self.failsafe.contains(error):
                     raise
@@ -296,8 +297,6 @@ class Instrument:
         return [], None
 
     def _fetched(self, micro_batches: int) -> None:
-        if not self.replaced.held:
-            return
         self.window = Window(self.engine, self.ledger, self.position, micro_batches) if micro_batches else None
         self.reentry.fetched(self.window)
         self.hooks.fetched()
@@ -376,7 +375,7 @@ class Instrument:
         # Only in training: there the step gets a NaN as its loss, and is healed.
         if self.trainer.model.training:
             with self.failsafe.contained(), self.failsafe.together():
-                found = bool(self.view.nonfinite_weights())
+                found = not self.view.weights_are_finite()
                 spoiled = votes.any_rank("weights to generate with", found, self.view.device)
         if spoiled:
             raise NotGenerated("the weights are not finite: nothing is generated with them")
@@ -453,8 +452,6 @@ class Instrument:
     def judge_launched(self, window: Window) -> None:
         """Judges a step whose update has been launched: the device has left it out, or nothing is to be healed."""
         told = window.grad_norm
-        if not window.applied:
-            self.reentry.phase = Phase.COMPUTING
         self._judge(window)
         if window.grad_norm is not told:
             # The Trainer has it already, and logs it.

@@ -106,14 +106,18 @@ class OptimizerStep:
                     # Nobody judges it any more.
                     window.bounds = None
                     window.abandon(instrument.leaves_out_nonfinite)
-            return self._until_it_fits(functools.partial(self._take, functools.partial(original, *args, **kwargs)))
+            take = functools.partial(original, *args, **kwargs)
+            self._scale_at, self._scale = self._trainer.state.global_step, 1.0
+            if self._rates.control.touched:
+                take = functools.partial(self._take, take)
+            return self._until_it_fits(take)
         finally:
             instrument.heartbeat.leave()
             self.seconds = time.perf_counter() - began
 
     def _take(self, update: Callable[[], Any]) -> Any:
-        self._scale_at = self._trainer.state.global_step
-        self._scale = scale = self._scale_in_force() if self._rates.control.touched else 1.0
+        """Takes a step whose rates are not those of the schedule."""
+        self._scale = scale = self._scale_in_force()
         if scale == 1.0:
             return update()
         rates = self._rates.in_force(scale)
@@ -224,6 +228,7 @@ class Veto:
 
     def __init__(self, instrument: Any) -> None:
         trainer, self._device = instrument.trainer, instrument.view.device
+        self._reentry: Reentry = instrument.reentry
         self._optimizer: Any = unwrap_optimizer(trainer.optimizer)
         self.usable = self._device.type in VETO_ON and self._may_be_left_out(trainer)
         self._bounds: Bounds | None = None
@@ -278,12 +283,15 @@ class Veto:
             result = step()
         finally:
             del self._optimizer.found_inf
+        # Whoever interrupts the wait does not know whether the update was applied.
+        self._reentry.phase = Phase.STEPPING
         if self._event is not None:
             self._event.synchronize()
         window.read = self._on_host.tolist()
         window.applied = all(
             low <= each <= high for low, each, high in zip(bounds[0], window.read, bounds[1], strict=True)
         )
+        self._reentry.phase = Phase.STEPPED if window.applied else Phase.COMPUTING
         return result
 
 

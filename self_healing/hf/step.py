@@ -9,19 +9,19 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from accelerate.utils import send_to_device
 
 from ..ranks import votes
 from ..system.random_state import RandomState
-from .batches import Layout, gathering_uneven_rows, layout_of, own_token_count, select_rows
+from .batches import Layout, gathering_uneven_rows, layout_of
 from .dataloader import DataPosition, RowSource
 from .engine import Call, StepEngine
 from .memory import is_out_of_memory, retry_after_freeing
 from .objective import Objective, StepSignals
 from .replicas import DIGEST_PARTS, are_apart
+from .row_removal import RowRemoval
 from .trainer_state import Bookkeeper, Bookkeeping
 
 
@@ -275,14 +275,21 @@ class Window:
         return result
 
     def _reexecute(self, keep: Mapping[int, Sequence[int]] | None) -> None:
-        self._recordable = keep is None
-        self._scaled_by = 1.0
+        self._recordable, self._scaled_by = keep is None, 1.0
         # Not `if keep`: a rank that drops nothing still takes part in counting what the others dropped.
-        rows = RowRemoval({}, {}) if keep is None else RowRemoval.of(self, keep, self.engine)
+        rows = None if keep is None else RowRemoval.of(self, keep, self.engine)
         self.rewind()
+        if rows is None:
+            last = self.size - 1
+            self.losses = [self.compute_micro_batch(index, None, index == last) for index in range(self.size)]
+        else:
+            self.losses = self._compute_without_rows(rows)
+        self.measure_again()
+
+    def _compute_without_rows(self, rows: RowRemoval) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
         computed = rows.computed(self.size)
-        uneven = keep is not None and self.engine.view.world_size > 1
+        uneven = self.engine.view.world_size > 1
         with (
             self.engine.accumulating(None if self.objective.counts_own_tokens else rows.micro_batches),
             gathering_uneven_rows(self._trainer.accelerator) if uneven else contextlib.nullcontext(),
@@ -300,8 +307,7 @@ class Window:
                         losses.append(0.0 * self.compute_micro_batch(index, pick, last, items))
                 else:
                     losses.append(self.compute_micro_batch(index, pick, last, rows.items))
-        self.losses = losses
-        self.measure_again()
+        return losses
 
     def compute_again_so_far(self, tokens: int) -> tuple[torch.Tensor, int]:
         """Computes the step again up to and including the call that was made last, which has failed."""
@@ -331,7 +337,7 @@ class Window:
     def compute_micro_batch(
         self,
         index: int,
-        pick: Callable[[Any], Any],
+        pick: Callable[[Any], Any] | None,
         last: bool,
         items: Any = None,
         synchronise: bool = True,
@@ -347,10 +353,10 @@ class Window:
         """Computes forward and backward of one call: [`StepEngine.compute`]."""
         return self.engine.compute(call, last, self.note_exception, synchronise)
 
-    def _note(self, index: int, batch: Any, pick: Callable[[Any], Any]) -> Any:
+    def _note(self, index: int, batch: Any, pick: Callable[[Any], Any] | None) -> Any:
         # A copy: `compute_loss` may pop keys from the batch it is given.
         self.prepared.setdefault(index, copy.copy(batch))
-        return pick(batch)
+        return batch if pick is None else pick(batch)
 
     def _advance_without(self, index: int) -> None:
         """Lets a trainer that generates its own rows do so for a micro-batch nothing of which is trained on."""
@@ -377,15 +383,6 @@ class Window:
         """Puts buffers that a forward pass changes (batch norm statistics) back to where the step began."""
         if self.start is not None:
             self.ledger.restore_buffers(self.start)
-
-    def control(self, loss: float, largest: int) -> Control | None:
-        """
-        Keeps the step, to be computed again later; `None` if its rows are generated again each time, or are too many.
-        """
-        nbytes = nbytes_of(self.calls)
-        if self.objective.online or nbytes > largest:
-            return None
-        return Control(self.calls, loss, nbytes)
 
     def recording(self, control: Control) -> Recording | None:
         """Records the step, to be applied later, again or for the first time; `None` if rows of it were left out."""
@@ -571,102 +568,3 @@ def on_host(value: Any) -> Any:
     if isinstance(value, Mapping):
         return type(value)({key: on_host(inner) for key, inner in value.items()})  # type: ignore[call-arg]
     return type(value)(on_host(inner) for inner in value) if isinstance(value, (list, tuple)) else value
-
-
-# ---- fewer rows: leaves rows out of a step, with its loss normalised as if they had never been in its batch ----
-
-
-@dataclass(frozen=True, slots=True)
-class RowRemoval:
-    """The rows that stay in a step, and what its loss is divided by without the others."""
-
-    rows: Mapping[int, Sequence[int]]
-    layouts: Mapping[int, Layout | None]
-    items: Any = None
-    dropped: torch.Tensor | None = None
-    micro_batches: float | None = None
-    stand_in: Any = None
-
-    @classmethod
-    def of(cls, step: Window, rows: Mapping[int, Sequence[int]], engine: StepEngine) -> Self:
-        """Counts what the loss is divided by, with all ranks together: one that keeps all its rows takes part."""
-        layouts = {index: step.layout(index) for index in rows}
-        items, dropped = _count_items(step, rows, layouts, engine)
-        device, counts = engine.view.device, [sum(not kept for kept in rows.values()), step.size]
-        emptied, micro_batches, *_ = votes.sum_over_ranks("micro-batches without a row", counts, device)
-        if not emptied:
-            return cls(rows, layouts, items, dropped)
-        left = max(micro_batches - emptied, 1) / engine.view.world_size
-        stand_in = None if engine.view.world_size == 1 else _stand_in(step, rows, device)
-        return cls(rows, layouts, items, dropped, left, stand_in)
-
-    def emptied(self, index: int) -> bool:
-        """Whether a micro-batch keeps no row."""
-        return index in self.rows and not self.rows[index]
-
-    def computed(self, size: int) -> list[int]:
-        """Which of so many micro-batches are computed at all, with rows of theirs or with the one that stands in."""
-        return [index for index in range(size) if self.stand_in is not None or not self.emptied(index)]
-
-    def select(self, index: int, batch: Any) -> Any:
-        """Takes a prepared micro-batch without the rows that go; if none is left, what stands in for it."""
-        if self.emptied(index):
-            return dict(self.stand_in)
-        if self.dropped is not None and isinstance(batch, Mapping):
-            batch = {**batch, "num_items_in_batch": batch["num_items_in_batch"] - self.dropped}
-        rows, layout = self.rows.get(index), self.layouts.get(index)
-        return batch if rows is None or layout is None else select_rows(batch, layout, rows)
-
-
-def _stand_in(step: Window, rows: Mapping[int, Sequence[int]], device: torch.device) -> Any:
-    """Gives a row that stays, the same on all ranks: where a rank keeps none, what it has of its own gives NaN."""
-
-    def own() -> Any:
-        for index in range(step.size):
-            layout, kept = step.layout(index), rows.get(index, range(1))
-            if layout is not None and kept:
-                # By way of the host: each rank has a device of its own.
-                return send_to_device(select_rows(step.prepared[index], layout, layout.alone(kept[0])), "cpu")
-        return None
-
-    return send_to_device(votes.from_first_rank_with("a row that stays", own(), device), device)
-
-
-def _count_items(
-    step: Window,
-    keep: Mapping[int, Sequence[int]],
-    layouts: Mapping[int, Layout | None],
-    engine: StepEngine,
-) -> tuple[Any, torch.Tensor | None]:
-    trainer, dropped = engine.trainer, torch.zeros((), device=engine.view.device)
-    batches = []
-    for index in range(step.size):
-        batch, rows, layout = step.prepared[index], keep.get(index), layouts.get(index)
-        if rows is None or layout is None:
-            batches.append(batch)
-            continue
-        gone = [row for row in range(layout.rows) if row not in set(rows)]
-        tokens = own_token_count(batch, layout, gone) if gone and step.objective.online else None
-        if tokens is not None:
-            dropped = dropped + tokens
-        if rows:
-            batches.append(select_rows(batch, layout, rows))
-    if step.objective.online:
-        carried = any(isinstance(batch, Mapping) and "num_items_in_batch" in batch for batch in step.prepared.values())
-        if not carried:
-            return None, None
-        on_all_ranks = votes.sum_over_ranks("tokens left out", dropped.reshape(1), dropped.device)
-        return None, dropped.new_tensor(on_all_ranks[0])
-    if not batches:
-        # The Trainer sums the counts over ranks, but not where it is given nothing to count.
-        batches = [_without_labels(step.prepared[0])]
-    with engine.among_ranks("items without the rows that go"):
-        return trainer._get_num_items_in_batch(batches, trainer.args.device), None
-
-
-def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The same batch, in which no token counts for the loss."""
-    return {
-        name: torch.full_like(value, -100) if name in ("labels", "shift_labels") else value
-        for name, value in batch.items()
-    }

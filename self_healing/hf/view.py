@@ -12,7 +12,7 @@ from ..system import processes
 from .deepspeed import Zero, engine_of, why_not_healed
 from .memory import retry_after_freeing
 from .objective import Objective
-from .state import LiveState, is_sharded, live_state_of, nonfinite_tensors, unwrap_optimizer
+from .state import LiveState, WeightSearch, is_sharded, live_state_of, nonfinite_tensors, unwrap_optimizer
 
 
 # XLA and Megatron run the backward pass themselves, and nothing is known of how.
@@ -28,6 +28,7 @@ class TrainerView:
         # As it is before anything is replaced.
         self._rate_of_schedule = trainer._get_learning_rate
         self._optimizer = unwrap_optimizer(trainer.optimizer)
+        self._weights = WeightSearch(trainer.model)
         self.device: torch.device = trainer.accelerator.device
         self.world_size = processes.world_size()
         # Context and sequence parallelism: each process has some of the tokens of a row.
@@ -165,6 +166,12 @@ class TrainerView:
         """Names parameters and buffers that do."""
         partitions = None if self.zero is None else self.zero.partitions()
         return retry_after_freeing(lambda: nonfinite_tensors(self._trainer.model, optimizer, partitions), self.device)
+
+    def weights_are_finite(self) -> bool:
+        """Whether no parameter or buffer does, looked at often."""
+        if self.zero is not None:
+            return not self.nonfinite_weights()
+        return retry_after_freeing(self._weights.finds_nothing, self.device)
 
     def own_part_of(self, tensors: Sequence[str]) -> list[str]:
         """Gives those of some tensors that are not made of the parts of all ranks in each step, as ZeRO does."""

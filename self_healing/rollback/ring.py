@@ -12,7 +12,7 @@ import torch
 
 from ..hf.objective import StepSignals
 from ..hf.state import LiveState
-from ..hf.step import Control, Recording, Window
+from ..hf.step import Control, Recording, Window, nbytes_of
 from ..ranks import votes
 from ..system import processes
 from .host_memory import HostBlock, free_host_memory, later
@@ -257,7 +257,10 @@ class KeptBatches:
 
     def keep(self, window: Window, loss: float, early: bool) -> Control | None:
         """Keeps a step that is about to be applied, to be computed again later."""
-        control = window.control(loss, _LARGEST_CONTROL)
+        nbytes = nbytes_of(window.calls)
+        # Rows that are generated again each time are others.
+        kept = not window.objective.online and nbytes <= _LARGEST_CONTROL
+        control = Control(window.calls, loss, nbytes) if kept else None
         if control is not None and self._on_host:
             # The device has just been waited for: only the copy itself takes time.
             control.leave_device()
@@ -301,7 +304,7 @@ class KeptBatches:
 
     def keep_only(self, steps: range) -> None:
         """Drops those before the newest trusted state, and those after it that the run takes anew."""
-        self.tape = deque(each for each in self.tape if each.step in steps)
+        self.tape = deque([each for each in self.tape if each.step in steps])
         self._on_tape = sum(each.control.nbytes for each in self.tape)
 
     # ---- where memory ran out ----

@@ -15,7 +15,7 @@ from ..config.healing_config import HealingConfig
 from ..hf.adapter import Instrument
 from ..hf.memory import is_out_of_memory, retry_after_freeing
 from ..hf.state import LiveState, optimizer_in_training_mode
-from ..hf.step import Control, Window
+from ..hf.step import Window
 from ..hf.trainer_state import ResumeRecord
 from ..journal.journal import Journal
 from ..ranks import votes
@@ -169,19 +169,20 @@ class TrustedStates:
         """Whether a snapshot may be put off until its memory is pinned: where no other rank waits for this one."""
         return self.device.type in TRANSFERS and processes.world_size() == 1
 
-    def keep_batch(self, window: Window, loss: float) -> Control | None:
-        """Keeps the batch of a step that is about to be applied."""
+    def step_taken(
+        self, window: Window, loss: float, healthy: bool, vouched: Callable[[int], bool] = lambda _: True
+    ) -> bool:
+        """
+        Takes in a step that is about to be applied, and keeps its batch; returns whether the candidate has stood the
+        test with it.
+        """
+        step = window.step
         # Whatever was put in place while it was judged: the run goes on from there.
         self.displaced = False
         if self.ring.under_way is not None:
             # What comes now, if only that a step is left out, may change what is still being copied.
             self.ring.join()
-        return self.batches.keep(window, loss, window.step < self._early_until)
-
-    def step_taken(
-        self, step: int, healthy: bool, control: Control | None, vouched: Callable[[int], bool] = lambda _: True
-    ) -> bool:
-        """Takes in a step that is about to be applied; returns whether the candidate has stood the test with it."""
+        control = self.batches.keep(window, loss, step < self._early_until)
         if not healthy:
             self.streak = 0
             return False

@@ -126,7 +126,7 @@ class Outcomes:
     _journal: Journal
     # Knows which losses are usual for the run: its `NumericsState`.
     baseline: Any = None
-    _awaited: list[_Awaited] = field(default_factory=list)
+    awaited: list[_Awaited] = field(default_factory=list)
     # After these the run went back, and it is not known yet whether that helped: nothing new is trusted.
     _went_back_for: set[str] = field(default_factory=set)
     rollback_in_doubt: bool = False
@@ -135,53 +135,53 @@ class Outcomes:
         """Judges an incident by the healthy steps that follow it; steps that are done again do not follow it yet."""
         # One that was waited for already has cost more meanwhile.
         self._stop_waiting_for(incident)
-        for earlier in self._awaited:
+        for earlier in self.awaited:
             if _came_back(earlier.incident, incident):
                 earlier.after.clear()
-        self._awaited.append(_Awaited(incident, None if self.baseline is None else self.baseline.trend()))
+        self.awaited.append(_Awaited(incident, None if self.baseline is None else self.baseline.trend()))
         self._note_rollback(incident)
 
     def take_in(self, loss: float, step: int) -> None:
         """Takes in a healthy step, and closes the incidents that enough of them have followed."""
-        for awaited in list(self._awaited):
+        for awaited in list(self.awaited):
             if step < awaited.incident.step and (awaited.incident.steps_repeated or may_be_repeated(awaited.incident)):
                 continue
             awaited.after.append(loss)
             if len(awaited.after) >= OUTCOME_STEPS:
-                self._awaited.remove(awaited)
+                self.awaited.remove(awaited)
                 self._close(awaited)
 
     def went_back(self, incident: Incident) -> None:
         """Closes earlier incidents that the run went back for as not cured: it went back again."""
-        for awaited in list(self._awaited):
+        for awaited in list(self.awaited):
             if Action.ROLL_BACK in awaited.incident.actions and awaited.incident is not incident:
                 # It has come back before it could be told whether it was gone.
-                self._awaited.remove(awaited)
+                self.awaited.remove(awaited)
                 self._settled(awaited.incident)
                 self._journal.closed(awaited.incident, "unresolved", relapse=incident.id)
 
     def nothing_lost_since(self, step: int) -> None:
         """Takes in that steps from here on which were left out have been applied after all."""
-        for awaited in self._awaited:
+        for awaited in self.awaited:
             if awaited.incident.step >= step:
                 awaited.incident.steps_lost = 0
 
     def close(self, unfollowed: str | None = None) -> None:
         """Judges what is still open by the steps there were, at the end of the run or of this process's part in it."""
-        for awaited in self._awaited:
+        for awaited in self.awaited:
             incident, goes_on = awaited.incident, may_be_repeated(awaited.incident)
-            again = unfollowed is None and sum(_came_back(incident, each.incident) for each in self._awaited) > 1
+            again = unfollowed is None and sum(_came_back(incident, each.incident) for each in self.awaited) > 1
             if awaited.after or not (again or goes_on):
                 self._close(awaited)
             elif unfollowed is not None or not goes_on:
                 self._journal.closed(incident, unfollowed or "unresolved", loss_after=None, trend=None)
-        self._awaited.clear()
+        self.awaited.clear()
 
     def ends_with(self, incident: Incident) -> None:
         """The run ends with an incident: those before it that it has not come beyond since were not healed either."""
         self._stop_waiting_for(incident)
         self._settled(incident)
-        behind = [each for each in self._awaited if incident.step <= each.incident.step]
+        behind = [each for each in self.awaited if incident.step <= each.incident.step]
         not_passed = [each.incident for each in behind if not each.after or _came_back(each.incident, incident)]
         in_vain = [each for each in self._journal.incidents if each.outcome in HEALED and each.is_like(incident)]
         for earlier in not_passed + in_vain:
@@ -191,12 +191,12 @@ class Outcomes:
     @property
     def resolved_at_the_end(self) -> int:
         """Incidents that are open, and resolved if the run ends now ([`close`])."""
-        counted = [awaited for awaited in self._awaited if not awaited.incident.of_a_process]
+        counted = [awaited for awaited in self.awaited if not awaited.incident.of_a_process]
         followed = [awaited for awaited in counted if awaited.after or not may_be_repeated(awaited.incident)]
         return sum(self._judge(awaited) == "resolved" for awaited in followed) + len(counted) - len(followed)
 
     def _stop_waiting_for(self, incident: Incident) -> None:
-        self._awaited = [awaited for awaited in self._awaited if awaited.incident is not incident]
+        self.awaited = [awaited for awaited in self.awaited if awaited.incident is not incident]
 
     def _note_rollback(self, incident: Incident) -> None:
         if Action.ROLL_BACK in incident.actions:
@@ -240,9 +240,9 @@ class Outcomes:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "totals": self._journal.totals({awaited.incident.id for awaited in self._awaited}),
+            "totals": self._journal.totals({awaited.incident.id for awaited in self.awaited}),
             "awaited": [
-                [jsonable(awaited.incident.to_dict()), awaited.trend, awaited.after] for awaited in self._awaited
+                [jsonable(awaited.incident.to_dict()), awaited.trend, awaited.after] for awaited in self.awaited
             ],
         }
 
@@ -254,7 +254,7 @@ class Outcomes:
         self._journal.earlier = dict(state.get("totals", {}))
         for entry, trend, after in state.get("awaited", []):
             incident = Incident.from_dict(entry)
-            self._awaited.append(_Awaited(incident, None if trend is None else (trend[0], trend[1]), list(after)))
+            self.awaited.append(_Awaited(incident, None if trend is None else (trend[0], trend[1]), list(after)))
             self._journal.incidents.append(incident)
             self._note_rollback(incident)
 

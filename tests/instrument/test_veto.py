@@ -28,6 +28,7 @@ from self_healing.healers.numerics.learning_rate import LearningRateControl
 from self_healing.healers.numerics.state import NumericsState
 from self_healing.hf import optimizer
 from self_healing.hf.optimizer import Veto
+from self_healing.hf.sections import Phase
 from self_healing.hf.step import Window
 
 
@@ -104,6 +105,40 @@ def test_a_step_is_healed_as_where_it_is_judged_first(
         for run in ("launched", "judged")
     ]
     assert told[0] == told[1]
+
+
+class InterruptedWait:
+    """An event whose wait for an update that was left out is interrupted: by Ctrl-C, or because it takes too long."""
+
+    def __init__(self, veto: Veto) -> None:
+        self._veto = veto
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        if bool(self._veto._found):
+            raise KeyboardInterrupt
+
+
+def test_a_wait_that_is_interrupted_does_not_count_the_step_as_taken(
+    tmp_path: Path, tokenizer: Any, launched: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Veto.launch
+
+    def interrupted(self: Veto, *args: Any) -> Any:
+        self._event = InterruptedWait(self)
+        return launch(self, *args)
+
+    monkeypatch.setattr(Veto, "launch", interrupted)
+    healing = SelfHealingCallback(CONFIG)
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, tokenizer, FAULTS["transient"], callbacks=[healing])
+    assert launched == [True]
+    assert healing.run is not None
+    reentry = healing.run.instrument.reentry
+    assert reentry.phase is Phase.STEPPING
+    assert reentry.rewind_to_last_step() is None
 
 
 def test_grpo_is_bitwise_the_plain_one(tmp_path: Path, tokenizer: Any, launched: list[bool]) -> None:

@@ -92,7 +92,8 @@ class StepJudge(Healer):
         asked = window.stop_wanted or window.rollback_wanted or window.has_news or compares
         if numerics.bounds is not None and not asked and numerics.may_wait(signals):
             # Healthy: what is to be learned from it is learned later, in one go with others.
-            run.outcomes.take_in(signals.loss, step)
+            if run.outcomes.awaited:
+                run.outcomes.take_in(signals.loss, step)
             self._take(window, signals, calm=True)
             return
         if numerics.waiting:
@@ -170,8 +171,7 @@ class StepJudge(Healer):
     def _take(self, window: Window, signals: StepSignals, calm: bool) -> None:
         """Takes in a step that is about to be applied."""
         states = self.rollback.states
-        control = states.keep_batch(window, signals.loss)
-        due = states.step_taken(window.step, calm, control, self.replicas.compared_since)
+        due = states.step_taken(window, signals.loss, calm, self.replicas.compared_since)
         tensors = states.promote(window.step) if due else []
         if self.rollback.checkpoints.waiting:
             states.verify_checkpoints(window.step)
