@@ -195,9 +195,9 @@ def why_of_another_job(checkpoint: Path, job: ZeroJob | None) -> str | None:
     only what a job of its kind wrote. `job` is `None` for one without DeepSpeed.
     """
     of_deepspeed = is_of_deepspeed(checkpoint)
+    if job is None and not of_deepspeed:
+        return None
     if job is None or not of_deepspeed:
-        if of_deepspeed == (job is not None):
-            return None
         whose = "it was written by DeepSpeed, and this job runs without" if of_deepspeed else "it is not DeepSpeed's"
         return f"{whose}. What to do: start the job as before, or load its weights as the model of a new run"
     pointer = checkpoint / (_LATEST_UNIVERSAL if job.universal else _LATEST)
