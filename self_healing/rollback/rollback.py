@@ -137,23 +137,18 @@ class Rollback:
             return False
         return True
 
-    def _load(self, checkpoint: str) -> None:
-        if self.states.instrument.failsafe.device_lost:
-            return
-        # It is written over what may still be being copied.
-        self.ring.wait()
-        reload_checkpoint(self.states.instrument.trainer, checkpoint)
-
     def _try_to_load(self, checkpoint: str) -> bool:
         """Writes a checkpoint over it, if all ranks have it: nodes may have disks of their own."""
         if not votes.all_ranks("the checkpoint is here", Path(checkpoint).is_dir(), self.states.device):
             logger.warning("%s is not there on all ranks, and is not loaded.", checkpoint)
             return False
-        failed = False
+        instrument, failed = self.states.instrument, False
         try:
-            self._load(checkpoint)
+            # It is written over what may still be being copied.
+            self.ring.wait()
+            reload_checkpoint(instrument.trainer, checkpoint)
         except Exception as error:
-            if self.states.instrument.failsafe.tells_of_lost_device(error):
+            if instrument.failsafe.tells_of_lost_device(error):
                 raise
             failed = True
             logger.warning("%s could not be loaded.", checkpoint, exc_info=True)
