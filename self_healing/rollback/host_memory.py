@@ -268,9 +268,10 @@ def save(value: Any, pairs: list[Pair]) -> Any:
         return {name: save(inner, pairs) for name, inner in value.items()}
     if type(value) in (list, tuple):
         return type(value)(save(inner, pairs) for inner in value)
+    if type(value).__module__ == "builtins":
+        return copy.deepcopy(value)
     # In an object (the projectors of GaLore) tensors lie anywhere.
-    inside = () if type(value).__module__ == "builtins" else tensors_in(value, {})
-    return copy.deepcopy(value, {id(tensor): save(tensor, pairs) for tensor in inside})
+    return copy.deepcopy(value, {id(tensor): save(tensor, pairs) for tensor in tensors_in(value, {})})
 
 
 def _assembled(tensor: Any, pairs: list[Pair]) -> AssembledCopy:

@@ -48,6 +48,8 @@ class SnapshotRing:
         self.initial: Snapshot | None = None
         self.trusted: list[Snapshot] = []
         self._spare: list[Snapshot] = []
+        # Bytes that the newest one takes.
+        self._needed = 0
         # Host memory that a thread takes for one more, and its bytes.
         self._reserved: tuple[Future[HostBlock], int] | None = None
         # The newest one, until later work of the devices comes after its copy.
@@ -71,8 +73,9 @@ class SnapshotRing:
     def fits(self, live: LiveState) -> bool:
         """Whether there is host memory for one more state, or that of a snapshot not needed any more."""
         needed = size_of(live)
-        # What is too small is not used again.
-        self._spare = [snapshot for snapshot in self._spare if snapshot.nbytes >= needed]
+        if self._spare and self._spare[-1].nbytes < needed:
+            # They are too small to be used again.
+            self._spare.clear()
         reused = self.candidate or (self._spare[-1] if self._spare else None)
         reserved = 0 if self._reserved is None else self._reserved[1]
         held = reserved if reused is None else reused.nbytes
@@ -131,6 +134,7 @@ class SnapshotRing:
         try:
             self.taken_of, self.under_way = live, snapshot
             snapshot.take(live, HostBlock if self.shared is None else self.shared.new_block)
+            self._needed = snapshot.needed
         except BaseException:
             self._retire(snapshot)
             raise
@@ -190,8 +194,9 @@ class SnapshotRing:
             self.shared.revoke(snapshot)
         # Neither one without the state that the optimizer has made since, nor one that was taken before there was a
         # place for it that outlives the process.
-        large_enough = snapshot.nbytes >= max((each.needed for each in self.snapshots()), default=0)
-        if large_enough and (self.shared is None or not self.shared.active or self.shared.holds(snapshot)):
+        if snapshot.nbytes >= self._needed and (
+            self.shared is None or not self.shared.active or self.shared.holds(snapshot)
+        ):
             self._spare.append(snapshot)
 
     # ---- going back ----

@@ -237,9 +237,8 @@ class Snapshot:
             (live.buffers, self.buffers),
             (live.scaler, self.scaler),
         ):
-            for name in [name for name in tensors if name in kept]:
-                there = put_back(tensors[name], kept[name])
-                if there is not tensors[name]:
+            for name, tensor in tensors.items():
+                if name in kept and (there := put_back(tensor, kept[name])) is not tensor:
                     live.replace_buffer(name, there)
         if self.loss_scaler:
             put_back(live.loss_scaler, self.loss_scaler)
@@ -269,10 +268,12 @@ def size_to_be(live: LiveState) -> int | None:
         return size_of(live)
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         return None
-    moments = 3 if optimizer.defaults["amsgrad"] else 2
-    trained = [local(parameter).nbytes for parameter in live.updated if parameter.requires_grad]
-    # Each has a counter as well.
-    return size_of(live) + sum(moments * aligned(nbytes) + aligned(4) for nbytes in trained)
+    moments, needed = 3 if optimizer.defaults["amsgrad"] else 2, size_of(live)
+    for parameter in live.updated:
+        if parameter.requires_grad:
+            # A counter comes with them.
+            needed += moments * aligned(local(parameter).nbytes) + aligned(4)
+    return needed
 
 
 # Where something is copied to, and what.
