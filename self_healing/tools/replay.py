@@ -19,6 +19,7 @@ from ..failures.recipes import TrainingFault
 from ..healers.dry_run import quiet_arguments
 from ..healers.numerics.diagnosis import find_poison_rows
 from ..healers.numerics.experiments import StepExperiments
+from ..healers.numerics.healer import KEPT_BATCHES
 from ..hf.adapter import Instrument
 from ..hf.batches import select_rows
 from ..hf.engine import Origin
@@ -404,8 +405,7 @@ def find_incident(run_dir: str | Path, wanted: str | int | None = None) -> KeptI
     those = f" Those with a batch:{_listed(kept)}" if kept else ""
     raise ReplayError(
         f"No batch was kept for {which} in {run_dir}. Batches are kept of steps whose loss or gradient is not finite, "
-        "or spikes, with quarantine_text=True (the default): of at most 20 incidents, and 5 transient ones among "
-        f"them.{those}"
+        f"or spikes, with quarantine_text=True (the default): of at most {KEPT_BATCHES} incidents.{those}"
     )
 
 
