@@ -8,7 +8,6 @@ import logging
 import os
 import resource
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -22,6 +21,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from forked import Forked
 from recorded_votes import RecordedVotes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -556,6 +556,11 @@ def every_fault(slow: str = "0.2") -> str:
     return ", ".join(otherwise.get(kind, kind) for kind in KINDS)
 
 
+def slowly(*values: Any) -> list[Any]:
+    """Further values of a parameter, for `make test-slow`."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 # ---- comparisons ----
 
 
@@ -643,46 +648,17 @@ def is_own(path: str | os.PathLike[str]) -> bool:
 
 # ---- jobs in processes of their own ----
 
-JOB = Path(__file__).with_name("restarted_job.py")
+JOB = "restarted_job.py"
 
 
-class Starter:
-    """A process that has imported everything, and starts jobs: each is a process of its own, and dies like one."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(JOB), "--serve"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-
-    def start(self, output_dir: Path, environment: dict[str, str], options: dict[str, Any]) -> int:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        request = {
-            "output_dir": str(output_dir),
-            "log": f"{output_dir}.log",
-            "environment": environment,
-            "options": options,
-        }
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-
-@pytest.fixture(scope="module")
-def starter() -> Iterator[Starter]:
-    starter = Starter()
-    yield starter
-    assert starter.process.stdin is not None
-    starter.process.stdin.close()
-    starter.process.wait(timeout=60)
+def start_job(output_dir: Path, environment: dict[str, str], options: dict[str, Any]) -> int:
+    """Runs the job of restarted_job.py to its end, and gives its exit code."""
+    log = Path(f"{output_dir}.log")
+    return Forked(JOB, output_dir, json.dumps(options), environment=environment, out=log, err=log).wait()
 
 
 @pytest.fixture
-def start(starter: Starter) -> Callable[..., int]:
+def start() -> Callable[..., int]:
     """Starts the job as a launcher would that has started it so many times before; gives its exit code."""
 
     def start(output_dir: Path, restarts: int = 0, launcher: str = "torchrun", **options: Any) -> int:
@@ -696,7 +672,7 @@ def start(starter: Starter) -> Callable[..., int]:
             "pod": {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
             "none": {},
         }[launcher]
-        return starter.start(output_dir, variables, options)
+        return start_job(output_dir, variables, options)
 
     return start
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
@@ -10,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -332,43 +330,6 @@ def long_run(output_dir: Path, options: dict[str, Any]) -> None:
     (output_dir.parent / f"{output_dir.name}.json").write_text(json.dumps(result))
 
 
-def begin(request: dict[str, Any]) -> None:
-    """In a process of its own: the job as the request has it."""
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ.update(request["environment"])
-    code = 1
-    try:
-        job = long_run if request["options"].pop("long", False) else main
-        job(Path(request["output_dir"]), request["options"])
-        code = 0
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def serve() -> None:
-    """Starts a process for each line of the input and answers with how it ended: imports take place only once."""
-    answers = os.fdopen(os.dup(1), "w")
-    # Nothing of what was imported is gone through, or copied, when a child collects its garbage.
-    gc.freeze()
-    for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            begin(json.loads(line))
-        _, status = os.waitpid(child, 0)
-        answers.write(f"{os.waitstatus_to_exitcode(status)}\n")
-        answers.flush()
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "--serve":
-        serve()
-    else:
-        main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    output_dir, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    (long_run if options.pop("long", False) else main)(output_dir, options)

@@ -1,18 +1,17 @@
-"""Ranks of one job, each a process of its own, started as torchrun does."""
+"""Ranks of one job, each a process of its own, with the environment that torchrun gives them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch.distributed
+from forked import Forked
 
 
 STORE: Any = torch.distributed.TCPStore
@@ -40,7 +39,6 @@ class StartedRanks:
         logs.mkdir(exist_ok=True)
         # As long as this object is there, so is the store.
         self._store = STORE("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
         of_all = {
             "WORLD_SIZE": count,
             "LOCAL_WORLD_SIZE": count,
@@ -51,17 +49,28 @@ class StartedRanks:
             "GLOO_SOCKET_IFNAME": "lo",
             **environment,
         }
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Forked] = []
         for rank in range(count):
             told = of_all | {"RANK": rank, "LOCAL_RANK": rank}
-            of_rank = {name: str(value[rank] if isinstance(value, tuple) else value) for name, value in told.items()}
-            with (logs / f"out.{rank}").open("w") as out, (logs / f"err.{rank}").open("w") as err:
-                self.processes.append(subprocess.Popen(command, env=os.environ | of_rank, stdout=out, stderr=err))
+            of_rank = {name: value[rank] if isinstance(value, tuple) else value for name, value in told.items()}
+            out, err = logs / f"out.{rank}", logs / f"err.{rank}"
+            for log in (out, err):
+                log.write_text("")
+            self.processes.append(Forked(script, *arguments, environment=of_rank, out=out, err=err))
 
     def join(self, seconds: float = 240.0) -> list[int]:
         """Waits for the end of all, and gives their exit codes."""
         until = time.monotonic() + seconds
         return [process.wait(timeout=max(until - time.monotonic(), 1.0)) for process in self.processes]
+
+    def run(self, seconds: float) -> int:
+        """Waits for the end of all, and kills the others once one has failed; gives the first code that is not 0."""
+        until = time.monotonic() + seconds
+        while None in (codes := [process.poll() for process in self.processes]) and not any(codes):
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("ranks", seconds)
+            time.sleep(0.02)
+        return next(filter(None, codes), 0)
 
     def printed(self, rank: int) -> str:
         """What a rank has printed, without warnings."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from started_ranks import StartedRanks
 
 from self_healing.checkpoints.vetting import vet
 
@@ -19,21 +17,17 @@ from self_healing.checkpoints.vetting import vet
 def launch(
     directory: Path, *arguments: str, script: str = "two_processes.py", processes: int = 2, seconds: float = 300
 ) -> int:
-    launcher = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-            *(str(Path(__file__).parents[1].joinpath(script)), str(directory), *arguments),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    """Runs a script on each rank, as torchrun does without restarts; gives the first code that is not 0."""
+    told = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
+    ranks = StartedRanks(
+        directory.with_name(f"{directory.name}.logs"), processes, script, directory, *arguments, **told
     )
     try:
-        return launcher.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        # Killed, it would leave its processes behind.
-        launcher.terminate()
-        launcher.wait(timeout=60)
-        raise
+        return ranks.run(seconds)
+    finally:
+        ranks.end()
+        for rank in range(processes):
+            print(ranks.log(rank))
 
 
 def on_two_processes(directory: Path, *arguments: str, processes: int = 2, **options: str) -> list[dict[str, Any]]:
@@ -273,12 +267,14 @@ def under(strategy: str, directory: Path, *parts: str, processes: int = 2) -> li
     return on_two_processes(directory, strategy, *parts, script="two_sharded_processes.py", processes=processes)
 
 
-WITHIN_A_STEP = ("step", "only_rows", "pieces")
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return under("fsdp2", tmp_path_factory.mktemp("sharded"), "step")
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return under("fsdp2", tmp_path_factory.mktemp("sharded"), *WITHIN_A_STEP)
+def in_parts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return under("fsdp2", tmp_path_factory.mktemp("in_parts"), "only_rows", "pieces")
 
 
 def test_fsdp2_shards_every_parameter_of_every_run(sharded: list[dict[str, Any]]) -> None:
@@ -311,37 +307,42 @@ def test_poison_rows_are_found_under_fsdp2(sharded: list[dict[str, Any]], poison
 
 
 @pytest.mark.heals("poison_rows", "fsdp2")
-def test_a_rank_is_left_without_a_row_as_if_that_had_never_counted(sharded: list[dict[str, Any]]) -> None:
-    for rank in sharded:
+@pytest.mark.slow
+def test_a_rank_is_left_without_a_row_as_if_that_had_never_counted(in_parts: list[dict[str, Any]]) -> None:
+    for rank in in_parts:
         assert rank["only_row"]["losses"] == rank["masked"]["losses"]
         assert rank["only_row"]["sum"] == rank["masked"]["sum"]
-    assert sharded[0]["only_row"]["outcomes"] == [["nonfinite_poison_rows", 0]]
+    assert in_parts[0]["only_row"]["outcomes"] == [["nonfinite_poison_rows", 0]]
 
 
-def test_a_mean_over_micro_batches_leaves_out_those_without_a_row(sharded: list[dict[str, Any]]) -> None:
-    assert sharded[0]["only_pair"]["losses"] == pytest.approx([math.log(2)] * 8, rel=1e-6)
-    assert sharded[0]["only_pair"]["outcomes"] == [["nonfinite_poison_rows", 0]] * 2
+@pytest.mark.slow
+def test_a_mean_over_micro_batches_leaves_out_those_without_a_row(in_parts: list[dict[str, Any]]) -> None:
+    assert in_parts[0]["only_pair"]["losses"] == pytest.approx([math.log(2)] * 8, rel=1e-6)
+    assert in_parts[0]["only_pair"]["outcomes"] == [["nonfinite_poison_rows", 0]] * 2
 
 
 @pytest.mark.heals("out_of_memory", "fsdp2", partly="ends the job; the next start runs fewer rows at a time")
 @pytest.mark.parametrize(("name", "whole"), [("pieces", "whole"), ("pieces_of_pairs", "whole_pairs")])
+@pytest.mark.slow
 def test_what_did_not_fit_on_one_rank_is_split_alike_on_all(
-    sharded: list[dict[str, Any]], name: str, whole: str
+    in_parts: list[dict[str, Any]], name: str, whole: str
 ) -> None:
-    for rank in sharded:
+    for rank in in_parts:
         assert rank[name]["fired"] == 0
         assert rank[name]["losses"] == pytest.approx(rank[whole]["losses"], rel=1e-6)
         assert rank[name]["sum"] == pytest.approx(rank[whole]["sum"], rel=1e-6)
     # Of the reference model, too, which has both rows of each pair in one call.
-    assert sharded[0][name]["metrics"]["healing/split_into"] >= 4
+    assert in_parts[0][name]["metrics"]["healing/split_into"] >= 4
 
 
 @pytest.mark.heals("unexplained", "ddp")
 @pytest.mark.slow
-def test_fsdp2_heals_as_ddp_does(sharded: list[dict[str, Any]], tmp_path: Path) -> None:
-    replicated = under("ddp", tmp_path, *WITHIN_A_STEP)
-    for rank, twin in zip(sharded, replicated, strict=True):
-        for name, run in rank.items():
+def test_fsdp2_heals_as_ddp_does(
+    sharded: list[dict[str, Any]], in_parts: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    replicated = under("ddp", tmp_path, "step", "only_rows", "pieces")
+    for *parts, twin in zip(sharded, in_parts, replicated, strict=True):
+        for name, run in (parts[0] | parts[1]).items():
             assert run["outcomes"] == twin[name]["outcomes"]
             assert run["losses"] == pytest.approx(twin[name]["losses"], rel=1e-6)
             assert run["sum"] == pytest.approx(twin[name]["sum"], rel=1e-6)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Forked
 
 from self_healing.report.reading import read_run
 
@@ -20,8 +19,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(directory: Path) -> dict[str, Any]:
-    script = Path(__file__).parents[1] / "failing_ranks.py"
-    subprocess.run([sys.executable, str(script), str(directory)], check=True, timeout=3600)
+    assert Forked("failing_ranks.py", directory).wait(3600) == 0
     outcomes: dict[str, Any] = json.loads((directory / "outcomes.json").read_text())
     return outcomes
 

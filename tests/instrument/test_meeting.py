@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed
+from forked import Forked
 
 
 pytestmark = [
@@ -20,8 +18,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory, script = tmp_path_factory.mktemp("meeting"), Path(__file__).parents[1] / "meeting_ranks.py"
-    subprocess.run([sys.executable, str(script), str(directory)], check=True, timeout=900)
+    directory = tmp_path_factory.mktemp("meeting")
+    assert Forked("meeting_ranks.py", directory).wait(900) == 0
     found: dict[str, Any] = {"directory": directory, **json.loads((directory / "outcomes.json").read_text())}
     return found
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Starter, every_fault, job_log, job_result
+from conftest import every_fault, job_log, job_result, start_job
 
 from self_healing.tools.chaos.faults import KINDS, parse_fault
 from self_healing.tools.chaos.rehearsal import survived
@@ -30,13 +30,13 @@ CONFIG = {
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, starter: Starter) -> list[float]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The held-out losses of runs in which nothing goes wrong."""
     directory = tmp_path_factory.mktemp("undisturbed")
     found = []
     for seed in SEEDS:
         job = directory / f"seed-{seed}"
-        assert starter.start(job, {}, {"long": True, "steps": STEPS, "seed": seed}) == 0
+        assert start_job(job, {}, {"long": True, "steps": STEPS, "seed": seed}) == 0
         # At this learning rate gradients spike now and then, and are clipped; nothing else happens by itself.
         assert {incident["failure"] for incident in job_result(job)["incidents"]} <= {"gradient_spike"}
         found.append(job_result(job)["held_out"])

@@ -12,13 +12,13 @@ import pytest
 import torch
 from conftest import (
     RaisingForward,
-    Starter,
     assert_same_weights,
     job_result,
     journal,
     logged,
     lost_connection,
     sft_trainer,
+    start_job,
     weights,
 )
 
@@ -163,13 +163,13 @@ KILLS = [
 
 
 @pytest.fixture(scope="module")
-def without_a_kill(starter: Starter, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+def without_a_kill(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
     """What a run with the first fault alone ends with; one process is enough for it."""
 
     @functools.cache
     def result_of(remedy: str) -> dict[str, Any]:
         job = tmp_path_factory.mktemp("without a kill") / "job"
-        assert starter.start(job, {}, REMEDIES[remedy]) == 0
+        assert start_job(job, {}, REMEDIES[remedy]) == 0
         return job_result(job)
 
     return result_of

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed
+from forked import Forked
 
 from self_healing.report.reading import read_run
 
@@ -23,8 +22,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory, script = tmp_path_factory.mktemp("uncounted"), Path(__file__).parents[1] / "uncounted_restart.py"
-    subprocess.run([sys.executable, str(script), str(directory)], check=True, timeout=400)
+    directory = tmp_path_factory.mktemp("uncounted")
+    assert Forked("uncounted_restart.py", directory).wait(400) == 0
     return directory
 
 

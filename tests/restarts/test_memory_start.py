@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Starter, job_log, job_result, journal, sft_trainer
+from conftest import job_log, job_result, journal, sft_trainer, start_job
 from started_ranks import StartedRanks
 from transformers import TrainerCallback
 from trl import SFTTrainer
@@ -31,9 +31,9 @@ CLOSE = {"snapshot_interval": 2, "snapshot_verify_steps": 2}
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, starter: Starter) -> dict[str, Any]:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     output_dir = tmp_path_factory.mktemp("plain") / "job"
-    assert starter.start(output_dir, {}, {}) == 0
+    assert start_job(output_dir, {}, {}) == 0
     return job_result(output_dir)
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from conftest import (
     JOB,
-    Starter,
     assert_same_weights,
     grpo_trainer,
     job_log,
@@ -23,6 +22,8 @@ from conftest import (
     journal,
     losses,
     sft_trainer,
+    slowly,
+    start_job,
     weights,
 )
 from transformers import TrainerCallback
@@ -35,7 +36,8 @@ def under_torchrun(output_dir: Path, restarts: int, **options: Any) -> int:
     return subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
-            *("--max-restarts", str(restarts), str(JOB), str(output_dir), json.dumps(options)),
+            *("--max-restarts", str(restarts)),
+            *(str(Path(__file__).parents[1] / JOB), str(output_dir), json.dumps(options)),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         stdout=subprocess.DEVNULL,
@@ -53,9 +55,9 @@ def postmortems(output_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, starter: Starter) -> dict[str, Any]:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     output_dir = tmp_path_factory.mktemp("plain") / "job"
-    assert starter.start(output_dir, {}, {}) == 0
+    assert start_job(output_dir, {}, {}) == 0
     return job_result(output_dir)
 
 
@@ -63,16 +65,25 @@ def fault_at(seed: int) -> int:
     return (7, 2, 5, 10, 8)[seed]
 
 
+def as_torchrun(output_dir: Path, restarts: int, **options: Any) -> int:
+    """Without its own process, which takes as long to begin as all of the job."""
+    environment = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_MAX_RESTARTS": str(restarts)}
+    codes = (
+        start_job(output_dir, {**environment, "TORCHELASTIC_RESTART_COUNT": str(restart)}, options)
+        for restart in range(restarts + 1)
+    )
+    return 0 if 0 in codes else 1
+
+
 @pytest.mark.heals("killed", "wrapper")
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))], ids=lambda seed: f"seed {seed}"
-)
+@pytest.mark.parametrize("launch", [as_torchrun, *slowly(under_torchrun)])
+@pytest.mark.parametrize("seed", [0, *slowly(1, 2, 3, 4)], ids=lambda seed: f"seed {seed}")
 def test_a_process_killed_in_mid_step_is_started_again_by_torchrun_and_ends_bitwise_equal(
-    tmp_path: Path, plain: dict[str, Any], seed: int
+    tmp_path: Path, plain: dict[str, Any], seed: int, launch: Callable[..., int]
 ) -> None:
     job = tmp_path / "job"
     workers = {"dataloader_num_workers": 2 * (seed % 2)}
-    assert under_torchrun(job, 3, fault="sigkill", step=fault_at(seed), arguments=workers) == 0
+    assert launch(job, 3, fault="sigkill", step=fault_at(seed), arguments=workers) == 0
     assert job_result(job)["weights"] == plain["weights"]
     assert job_result(job)["losses"] == plain["losses"]
     (incident,) = job_result(job)["incidents"]
@@ -154,6 +165,7 @@ def test_a_quarantined_sample_is_not_touched_by_the_process_that_is_started_next
     assert job_result(job)["weights"] == job_result(undisturbed)["weights"]
 
 
+@pytest.mark.slow
 def test_a_row_that_was_dropped_before_a_kill_is_dropped_in_that_step_again(
     tmp_path: Path, start: Callable[..., int], until_it_ends: Callable[..., list[int]]
 ) -> None:
@@ -240,7 +252,7 @@ def left_behind(text: str) -> list[str]:
     return [line for line in text.splitlines() if "Training begins at step 0" in line]
 
 
-@pytest.mark.parametrize("callback_alone", [False, True])
+@pytest.mark.parametrize("callback_alone", [False, *slowly(True)])
 def test_a_start_after_a_kill_says_what_was_left_and_what_to_write_and_starts_as_asked(
     tmp_path: Path, plain: dict[str, Any], start: Callable[..., int], callback_alone: bool
 ) -> None:
@@ -258,7 +270,7 @@ def test_a_start_after_a_kill_says_what_was_left_and_what_to_write_and_starts_as
         assert job_result(job)["weights"] == plain["weights"]
 
 
-@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("resume", [True, *slowly(False)])
 def test_whoever_says_where_to_begin_is_told_nothing(tmp_path: Path, start: Callable[..., int], resume: Any) -> None:
     job = tmp_path / "job"
     options = {"fault": "sigkill", "step": 6, "launcher": "none"}

@@ -1,0 +1,149 @@
+"""
+Scripts in processes of their own, forked from one that has imported everything: the ten seconds that imports take are
+spent once. Each dies like any process, and has the environment of the tests as they are when it is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+
+HERE = Path(__file__).parent
+# What the scripts import, beside the builders.
+IMPORTED = ("conftest", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.profiler", "strategies")
+_GLANCE = 0.02
+
+
+class Forked:
+    """
+    A script that runs, as `subprocess.Popen` has it.
+
+    Args:
+        script (`str`):
+            A file in this directory.
+        arguments (`str` or `Path`):
+            Of the script.
+        environment:
+            Variables beside those of the tests.
+        out, err (`Path`, *optional*):
+            Where it prints to, behind what is there. Default to where the tests print their errors.
+    """
+
+    def __init__(
+        self,
+        script: str,
+        *arguments: str | Path,
+        environment: dict[str, Any] | None = None,
+        out: Path | None = None,
+        err: Path | None = None,
+    ) -> None:
+        variables = {**os.environ, **{name: str(value) for name, value in (environment or {}).items()}}
+        # What both processes have imported is from one place.
+        request = {"arguments": [str(HERE / script), *map(str, arguments)], "environment": variables}
+        self.pid: int = _ask({**request, "out": str(out or ""), "err": str(err or "")})
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = _ask({"ended": self.pid})
+        return self.returncode
+
+    def wait(self, timeout: float = 300.0) -> int:
+        until = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(_GLANCE)
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """Ends by itself, with the process that has started it."""
+    return subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def _ask(request: dict[str, Any]) -> Any:
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    return json.loads(server.stdout.readline())
+
+
+def serve() -> None:
+    """Answers each line of the input: with the id of a process it has started, or with how one has ended."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for name in IMPORTED:
+        importlib.import_module(name)
+    if find_spec("deepspeed") is not None:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        importlib.import_module("deepspeed")
+    # Nothing of what was imported is gone through, or copied, when a child collects its garbage.
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "ended" in request:
+            pid, status = os.waitpid(request["ended"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = os.fork()
+            if answer == 0:
+                _become(**request)
+        answers.write(f"{json.dumps(answer)}\n")
+        answers.flush()
+
+
+def _become(arguments: list[str], environment: dict[str, str], out: str, err: str) -> None:
+    """The script, in a process that has nothing else to do."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for descriptor, path in ((1, out), (2, err)):
+        if path:
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = arguments
+    code = 1
+    try:
+        runpy.run_path(arguments[0], run_name="__main__")
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()
