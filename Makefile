@@ -4,6 +4,8 @@ PYTHON ?= python3
 export HF_HUB_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
+# Tests start dozens of processes, each of which would compile the package and the tests once more.
+export PYTHONDONTWRITEBYTECODE :=
 
 # The oldest supported transformers, with the newest of what it cannot share with the pins in constraints.txt.
 OLDEST := transformers==5.4.0 huggingface_hub==1.33.0 tokenizers==0.22.2
