@@ -46,6 +46,7 @@ def test_the_parts_are_those_there_are() -> None:
     assert tuple(gpu_parts.PARTS) == gpu.PARTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("part", "case"), QUICK.items())
 def test_a_part_can_be_rehearsed(part: str, case: str) -> None:
     found = run_case(part, case, "cpu")

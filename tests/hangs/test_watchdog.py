@@ -26,6 +26,7 @@ from conftest import (
     journal,
     logged,
     sft_trainer,
+    slowly,
     weights,
 )
 from constants import settings_among
@@ -319,7 +320,7 @@ def test_the_first_time_of_a_part_that_hangs_is_told_of_and_left_alone(
 # ---- real runs: recovered in process ----
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, *slowly(2)])
 def test_a_hang_in_the_data_loader_costs_no_step(tmp_path: Path, tokenizer: Any, workers: int) -> None:
     arguments = {"max_steps": 8, "dataloader_num_workers": workers}
     clean = sft_trainer(tmp_path / "clean", tokenizer, **arguments)

@@ -88,6 +88,9 @@ BY_EPOCH = {
 }
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("arguments", "arm"),
     [
@@ -99,17 +102,19 @@ BY_EPOCH = {
         pytest.param(
             {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 1},
             in_forward(9),
+            marks=SLOW,
             id="under a save limit of one",
         ),
-        pytest.param({"max_steps": 6, "save_only_model": True}, in_forward(6), id="save_only_model"),
-        pytest.param({"max_steps": 8, "ignore_data_skip": True}, in_forward(6), id="ignore_data_skip"),
+        pytest.param({"max_steps": 6, "save_only_model": True}, in_forward(6), marks=SLOW, id="save_only_model"),
+        pytest.param({"max_steps": 8, "ignore_data_skip": True}, in_forward(6), marks=SLOW, id="ignore_data_skip"),
         pytest.param({"max_steps": 12, "callbacks": "stop"}, in_event("on_train_end", 5), id="stop asked for"),
-        pytest.param(PLATEAU, in_event("on_evaluate", 4), id="schedule that follows the evaluation"),
+        pytest.param(PLATEAU, in_event("on_evaluate", 4), marks=SLOW, id="schedule that follows the evaluation"),
         pytest.param(BEST, in_event("on_evaluate", 8), id="best model decided by the evaluation"),
         pytest.param(BY_EPOCH, in_event("on_epoch_end", 5), id="epoch end"),
         pytest.param(
             {"max_steps": -1, "num_train_epochs": 2, "train_sampling_strategy": "group_by_length"},
             in_forward(23),
+            marks=SLOW,
             id="order drawn from the global generator, epoch 2",
         ),
     ],
@@ -168,6 +173,7 @@ def number_of_hooks(model: torch.nn.Module) -> int:
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
+@pytest.mark.slow
 def test_a_scaled_step_that_raised_is_taken_again(tmp_path: Path, tokenizer: Any) -> None:
     saved = {"save_strategy": "steps", "save_steps": 2}
     plain = scaled_half_precision_trainer(tmp_path / "plain", tokenizer, **saved)

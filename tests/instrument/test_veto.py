@@ -19,6 +19,7 @@ from conftest import (
     journal,
     logged,
     sft_trainer,
+    slowly,
     weights,
 )
 from transformers import TrainerCallback
@@ -61,7 +62,7 @@ def trained(directory: Path, tokenizer: Any, fault: Callable[[Any], Any] | None 
     return trainer
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", [1, *slowly(3)])
 def test_a_healthy_run_is_bitwise_the_plain_one(
     tmp_path: Path, tokenizer: Any, launched: list[bool], accumulation: int
 ) -> None:
@@ -84,7 +85,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["transient", "weights", *slowly("gradient", "each time", "poison", "spike")])
 def test_a_step_is_healed_as_where_it_is_judged_first(
     tmp_path: Path, tokenizer: Any, launched: list[bool], monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:

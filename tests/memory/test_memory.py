@@ -31,6 +31,7 @@ from conftest import (
     reward_trainer,
     rloo_trainer,
     sft_trainer,
+    slowly,
     weights,
 )
 from constants import settings_among
@@ -759,6 +760,7 @@ class TestSizes:
         assert healed.state.global_step == 40
         assert memory.seen[-1] == 4
 
+    @pytest.mark.slow
     def test_one_that_is_tried_too_early_costs_one_attempt(
         self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -789,7 +791,7 @@ class EvaluatingAt(TrainerCallback):
 
 
 class TestEvaluation:
-    @pytest.mark.parametrize("name", ["Trainer", "SFTTrainer", "DPOTrainer"])
+    @pytest.mark.parametrize("name", ["Trainer", "SFTTrainer", *slowly("DPOTrainer")])
     def test_agrees_with_the_whole_batch(self, tmp_path: Path, tokenizer: Any, name: str) -> None:
         build = {"Trainer": plain_trainer, **BUILDERS}[name]
 
@@ -870,7 +872,7 @@ class TestEvaluation:
 
 
 class TestWithOtherFaults:
-    @pytest.mark.parametrize("forward", [3, 4])
+    @pytest.mark.parametrize("forward", [3, *slowly(4)])
     def test_memory_that_runs_out_while_a_nan_is_looked_into(
         self, tmp_path: Path, tokenizer: Any, forward: int
     ) -> None:
@@ -991,7 +993,7 @@ class TestOtherwise:
         assert_same_weights(weights(trainer), weights(plain))
 
     @pytest.mark.parametrize("auto_find", [True, pytest.param(False, marks=pytest.mark.slow)])
-    @pytest.mark.parametrize("build", [sft_trainer, plain_trainer])
+    @pytest.mark.parametrize("build", [plain_trainer, *slowly(sft_trainer)])
     @pytest.mark.parametrize("fitting", [2, pytest.param(1, marks=pytest.mark.slow)])
     def test_what_runs_out_elsewhere_again_and_again_gets_a_smaller_batch(
         self, tmp_path: Path, tokenizer: Any, build: Callable[..., Any], auto_find: bool, fitting: int
@@ -1044,6 +1046,7 @@ class TestOtherwise:
             SelfHealingTrainer(trainer).train()
         assert "the batch cannot be made smaller: generations are made for batches of the size there is" in caplog.text
 
+    @pytest.mark.slow
     def test_a_dataset_of_rows_of_very_different_length(self, tmp_path: Path, tokenizer: Any) -> None:
         """Long rows fail, short ones do not: only the long ones are split."""
         texts = [" ".join(text.split() * (3 if index % 8 == 0 else 1)) for index, text in enumerate(TEXTS)]

@@ -60,6 +60,9 @@ def healed_as_plain(build: Callable[..., Any], directory: Path, tokenizer: Any, 
     return memory
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("build", "rows", "settings", "rule"),
     [
@@ -67,11 +70,11 @@ def healed_as_plain(build: Callable[..., Any], directory: Path, tokenizer: Any, 
         pytest.param(plain_trainer, 2, {}, "one", id="the Trainer"),
         pytest.param(plain_trainer, 2, {"items": False}, "labels", id="the Trainer, a mean over labels"),
         pytest.param(dpo_trainer, 4, {}, "rows", id="DPO"),
-        pytest.param(reward_trainer, 4, {}, "rows", id="a reward model"),
-        pytest.param(grpo_trainer, 2, {}, "one", id="GRPO, a sum over the tokens of all ranks"),
-        pytest.param(grpo_trainer, 2, {"loss_type": "grpo"}, "rows", id="GRPO, a mean over rows"),
+        pytest.param(reward_trainer, 4, {}, "rows", marks=SLOW, id="a reward model"),
+        pytest.param(grpo_trainer, 2, {}, "one", marks=SLOW, id="GRPO, a sum over the tokens of all ranks"),
+        pytest.param(grpo_trainer, 2, {"loss_type": "grpo"}, "rows", marks=SLOW, id="GRPO, a mean over rows"),
         pytest.param(grpo_trainer, 2, {"loss_type": "bnpo"}, "labels", id="GRPO, a mean over tokens"),
-        pytest.param(rloo_trainer, 2, {}, "rows", id="RLOO"),
+        pytest.param(rloo_trainer, 2, {}, "rows", marks=SLOW, id="RLOO"),
         pytest.param(adapter_trainer, 2, {}, "one", id="LoRA, of whose tensors half have no gradient yet"),
     ],
 )
@@ -107,8 +110,14 @@ def without_items(*args: Any, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("build", "rows", "settings"),
     [
-        pytest.param(grpo_trainer, 2, {"top_entropy_quantile": 0.5}, id="GRPO with a quantile of the batch"),
-        pytest.param(sft_trainer, 1, {}, id="one row, of which nothing is learned"),
+        pytest.param(
+            grpo_trainer,
+            2,
+            {"top_entropy_quantile": 0.5},
+            marks=SLOW,
+            id="GRPO with a quantile of the batch",
+        ),
+        pytest.param(sft_trainer, 1, {}, marks=SLOW, id="one row, of which nothing is learned"),
         pytest.param(dpo_trainer, 2, {}, id="one pair"),
         pytest.param(
             grpo_trainer,
@@ -148,6 +157,7 @@ def test_sequences_of_a_flattened_batch_stay_whole(tmp_path: Path, tokenizer: An
     assert made[0]._rules == ["one"]
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_is_not_weighed(tmp_path: Path, tokenizer: Any, made: Any) -> None:
     class Own(SFTTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TRAINERS, journal, sft_trainer, weights
+from conftest import TRAINERS, journal, sft_trainer, slowly, weights
 from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from transformers import TrainerCallback
@@ -105,7 +105,7 @@ def reported(directory: Path) -> list[tuple[int, str, str]]:
 # ---- what turned NaN with the weights, and is not rolled back with them ----
 
 
-@pytest.mark.parametrize("update", [averaged, swa, shelved, flat, bound])
+@pytest.mark.parametrize("update", [averaged, shelved, *slowly(swa, flat, bound)])
 def test_a_copy_that_a_callback_keeps_is_reported_after_the_rollback(
     update: Any, tmp_path: Path, tokenizer: Any
 ) -> None:

@@ -96,6 +96,7 @@ def test_no_checkpoint_is_written_while_the_loss_is_away_and_the_one_that_waited
     assert state["global_step"] == 46
 
 
+@pytest.mark.slow
 def test_the_best_evaluation_so_far_vouches_for_its_checkpoint(tmp_path: Path, tokenizer: Any) -> None:
     class Scores(TrainerCallback):
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
@@ -121,6 +122,7 @@ def test_the_best_evaluation_so_far_vouches_for_its_checkpoint(tmp_path: Path, t
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-40")
 
 
+@pytest.mark.slow
 def test_a_loss_that_neither_comes_back_nor_settles_does_not_hold_checkpoints_for_ever(
     tmp_path: Path, tokenizer: Any
 ) -> None:
@@ -205,6 +207,7 @@ def scaled(trainer: Any, factor: Callable[[int], float]) -> None:
     trainer.compute_loss = lambda *args, **kwargs: original(*args, **kwargs) * factor(trainer.state.global_step)
 
 
+@pytest.mark.slow
 def test_a_batch_that_makes_loss_and_gradient_spike_is_a_co_spike(tmp_path: Path, tokenizer: Any) -> None:
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **STEADY)
     scaled(trainer, lambda step: 6.0 if step == 50 else 1.0)
@@ -215,6 +218,7 @@ def test_a_batch_that_makes_loss_and_gradient_spike_is_a_co_spike(tmp_path: Path
     assert [event["action"] for event in of_kind(tmp_path, "action")] == ["skip_step"]
 
 
+@pytest.mark.slow
 def test_on_spike_warn_only_reports(tmp_path: Path, tokenizer: Any) -> None:
     def run(directory: Path, callbacks: list[Any]) -> Any:
         trainer = sft_trainer(directory, tokenizer, callbacks=callbacks, **STEADY)
@@ -255,6 +259,7 @@ def test_a_loss_of_exactly_zero_ends_the_run_and_says_why(tmp_path: Path, tokeni
 # ---- objectives ----
 
 
+@pytest.mark.slow
 def test_a_trainer_with_a_loss_of_its_own_gets_the_safe_subset(tmp_path: Path, tokenizer: Any) -> None:
     class Contrastive(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -299,6 +304,7 @@ def test_dpo_that_does_not_train_is_stopped_with_the_remedy(tmp_path: Path, toke
     assert (tmp_path / "postmortem.json").is_file()
 
 
+@pytest.mark.slow
 def test_on_red_flag_warn_lets_the_run_go_on(tmp_path: Path, tokenizer: Any) -> None:
     config = HealingConfig(on_red_flag="warn")
     trainer = dpo_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config)], dropout=0.0, max_steps=25)
@@ -342,6 +348,7 @@ class Unfreezing(TrainerCallback):
             model.model.requires_grad_(True)
 
 
+@pytest.mark.slow
 def test_layers_that_are_unfrozen_make_no_gradient_spike(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ class TestFalseAlarms:
         ours = benchmark_module.Ours(apply=BY_CLASS_NAME["GRPOTrainer"].detectors)
         assert benchmark_module.alarms(curve, ours) == []
 
+    @pytest.mark.slow
     def test_there_is_at_most_one_in_fifty_thousand_bootstrap_steps(self, bank: list[Any]) -> None:
         steps = sum(len(curve.losses) for curve in bank)
         found = sum(len(benchmark_module.alarms(curve, benchmark_module.Ours())) for curve in bank)
@@ -88,6 +89,7 @@ class TestActingAlarms:
             for position, each in enumerate(benchmark_module.SIMULATIONS)
         ],
     )
+    @pytest.mark.slow
     def test_the_committed_figures_of_simulated_runs_are_those_of_the_code(self, simulation: Any) -> None:
         found = benchmark_module.unshuffled([0], [simulation])[simulation.name]
         assert found["alarms"] == COMMITTED["acting"][simulation.name]["by_run"][0]

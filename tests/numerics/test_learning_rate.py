@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TEXTS, RaisingForward, assert_same_weights, lost_connection, sft_trainer, weights
+from conftest import TEXTS, RaisingForward, assert_same_weights, lost_connection, sft_trainer, slowly, weights
 from datasets import Dataset
 from transformers import TrainerCallback
 
@@ -105,8 +105,8 @@ SCALES = [1.0] * 20 + [0.5] * 4 + [0.625, 0.75, 0.875] + [1.0] * 13
 
 
 # Those that differ most in kind.
-MOST = ["linear", "reduce_lr_on_plateau", "from_current"]
-SOME = ["linear", "from_current"]
+MOST = ["linear", "reduce_lr_on_plateau", *slowly("from_current")]
+SOME = ["linear", *slowly("from_current")]
 
 
 class TestEverySchedule:

@@ -135,6 +135,7 @@ def test_noisy_steps_are_applied_again(tmp_path: Path, tokenizer: Any) -> None:
     assert steps_lost(tmp_path) == [0]
 
 
+@pytest.mark.slow
 def test_a_spike_the_run_had_got_over_is_no_reason_to_lose_steps(tmp_path: Path, tokenizer: Any) -> None:
     callbacks = [SelfHealingCallback(GOES_BACK), WeightFault(a_few_nans, FAULT)]
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=callbacks, **LONG)

@@ -16,6 +16,7 @@ from conftest import (
     logged,
     losses,
     sft_trainer,
+    slowly,
     weights,
 )
 
@@ -36,7 +37,7 @@ def incidents(output_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.heals("transient", "callback")
-@pytest.mark.parametrize("nan_filter", [True, False], ids=["filter", "no_filter"])
+@pytest.mark.parametrize("nan_filter", [True, *slowly(False)], ids=["filter", "no_filter"])
 @pytest.mark.parametrize("micro_batch", [0, 1])
 def test_a_transient_nan_leaves_no_trace_in_weights_and_logs(
     tmp_path: Path, tokenizer: Any, micro_batch: int, nan_filter: bool
@@ -76,7 +77,7 @@ def test_a_nan_never_enters_the_running_loss_at_default_logging_steps(
     assert output.training_loss == pytest.approx(expected.training_loss, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["Trainer", "DPOTrainer", "RLOOTrainer"])
+@pytest.mark.parametrize("name", ["Trainer", "DPOTrainer", *slowly("RLOOTrainer")])
 def test_a_transient_nan_in_any_trainer_is_undone_exactly(tmp_path: Path, tokenizer: Any, name: str) -> None:
     clean = TRAINERS[name](tmp_path / "clean", tokenizer, max_steps=4)
     clean.train()
@@ -93,10 +94,12 @@ def test_a_transient_nan_in_any_trainer_is_undone_exactly(tmp_path: Path, tokeni
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"gradient_accumulation_steps": 3, "num_train_epochs": 2, "max_steps": -1},
         {"packing": True, "max_length": 32},
-        {"max_grad_norm": 0.0, "neftune_noise_alpha": 5.0},
         {"gradient_checkpointing": True},
+        *slowly(
+            {"gradient_accumulation_steps": 3, "num_train_epochs": 2, "max_steps": -1},
+            {"max_grad_norm": 0.0, "neftune_noise_alpha": 5.0},
+        ),
     ],
     ids=lambda arguments: ",".join(f"{key}={value}" for key, value in arguments.items()),
 )
@@ -176,7 +179,7 @@ def test_an_unexplained_nan_skips_the_step_and_leaves_weights_and_moments_untouc
     assert trainer.state.log_history[-1]["healing/skipped_steps"] == 1
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["callback", "wrapper"])
+@pytest.mark.parametrize("wrapped", [False, *slowly(True)], ids=["callback", "wrapper"])
 def test_what_neither_patience_nor_a_lower_rate_heals_stops_the_run_with_a_postmortem(
     tmp_path: Path, tokenizer: Any, wrapped: bool
 ) -> None:
@@ -200,6 +203,7 @@ def test_what_neither_patience_nor_a_lower_rate_heals_stops_the_run_with_a_postm
     assert sum(incident["steps_lost"] for incident in incidents(tmp_path)) == 8
 
 
+@pytest.mark.slow
 def test_skipping_cannot_hide_a_dead_model(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder, "SKIP_WINDOW", 10)
     config = HealingConfig(nan_patience=3, max_skipped_fraction=0.3)

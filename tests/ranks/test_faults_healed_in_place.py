@@ -31,11 +31,15 @@ Ranks = list[dict[str, Any]]
 See = Callable[[str, str], tuple[Ranks, Ranks]]
 
 
+# For every day, one of each kind that test_distributed.py does not have.
+QUICK = {(fault, "ddp") for fault in ("none", "gradient_spike", "full_disk_rank_1", "callback_retried")}
+
+
 def cells(*faults: str) -> pytest.MarkDecorator:
-    """Some faults under each strategy. One launch for all of them is quick enough for every day, and three are not."""
+    """Some faults under each strategy."""
     found = []
     for fault, strategy in itertools.product(faults, STRATEGIES):
-        marks = [] if strategy == "ddp" and fault not in TAKE_LONG else [pytest.mark.slow]
+        marks = [] if (fault, strategy) in QUICK else [pytest.mark.slow]
         if strategy in ZERO:
             marks.append(WITH_DEEPSPEED)
         if (fault, strategy) in NOT_YET:
@@ -44,10 +48,10 @@ def cells(*faults: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("fault", "strategy"), found)
 
 
-def strike(directory: Path, strategy: str, long: bool) -> dict[str, Ranks]:
-    """Strikes with all faults, one after the other in one launch; after one that ends the job, the rest in another."""
+def strike(directory: Path, strategy: str, faults: list[str]) -> dict[str, Ranks]:
+    """Strikes with one fault after the other in one launch; after one that ends the job, the rest in another."""
     found: dict[str, Ranks] = {}
-    while left := [fault for fault in FAULTS if (fault in TAKE_LONG) == long and fault not in found]:
+    while left := [fault for fault in faults if fault not in found]:
         launched = directory / str(len(found))
         launched.mkdir()
         try:
@@ -66,14 +70,22 @@ def strike(directory: Path, strategy: str, long: bool) -> dict[str, Ranks]:
 
 
 @pytest.fixture(scope="module")
-def see(tmp_path_factory: pytest.TempPathFactory) -> See:
+def see(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> See:
     """Gives both ranks of a fault, after what holds for all of them was looked at, and of what it is compared with."""
+    asked_for = {
+        (item.callspec.params["fault"], item.callspec.params["strategy"])
+        for item in request.session.items
+        if item.path == request.path
+    }
     struck: dict[tuple[str, bool], dict[str, Ranks]] = {}
 
     def see(fault: str, strategy: str) -> tuple[Ranks, Ranks]:
         launched = strategy, fault in TAKE_LONG
         if launched not in struck:
-            struck[launched] = strike(tmp_path_factory.mktemp(strategy), *launched)
+            together = [
+                each for each in FAULTS if (each in TAKE_LONG) == launched[1] and (each, strategy) in asked_for
+            ]
+            struck[launched] = strike(tmp_path_factory.mktemp(strategy), strategy, together)
         ranks, others = struck[launched][fault], struck[launched][BASELINES.get(fault, "none")]
         assert [rank.get("error") for rank in ranks] == [None, None]
         for rank, other in zip(ranks, others, strict=True):

@@ -24,6 +24,7 @@ from conftest import (
     losses,
     lost_connection,
     sft_trainer,
+    slowly,
     weights,
 )
 from datasets import Dataset
@@ -82,6 +83,7 @@ def test_the_step_is_finished_and_saved_and_the_restart_goes_on_bitwise(
     )
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_too_long_is_left_and_the_state_before_it_saved(
     tmp_path: Path, start: Callable[..., int], until_it_ends: Callable[..., list[int]]
 ) -> None:
@@ -140,7 +142,7 @@ class SignalAtTheEndOf(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize("asked", [SignalAt(5), SignalAtTheEndOf(6)], ids=["in the step", "at its end"])
+@pytest.mark.parametrize("asked", [SignalAt(5), *slowly(SignalAtTheEndOf(6))], ids=["in the step", "at its end"])
 def test_a_signal_in_the_last_step_costs_neither_its_evaluation_nor_the_best_model(
     tmp_path: Path, tokenizer: Any, asked: TrainerCallback
 ) -> None:
@@ -156,6 +158,7 @@ def test_a_signal_in_the_last_step_costs_neither_its_evaluation_nor_the_best_mod
     assert logged(trainer) == logged(plain)
 
 
+@pytest.mark.slow
 def test_a_last_evaluation_that_takes_too_long_is_left_and_may_still_be_the_best(
     tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -216,7 +219,13 @@ def test_just_in_time_checkpoints_of_transformers_are_not_written_twice(tmp_path
     ("arguments", "step", "evaluations"),
     [
         pytest.param({"eval_strategy": "steps", "eval_steps": 3}, 2, [3, 6, 9, 12], id="due at the step"),
-        pytest.param({"eval_strategy": "epoch", "save_strategy": "epoch"}, 7, [8, 12], id="at the end of an epoch"),
+        pytest.param(
+            {"eval_strategy": "epoch", "save_strategy": "epoch"},
+            7,
+            [8, 12],
+            marks=pytest.mark.slow,
+            id="at the end of an epoch",
+        ),
     ],
 )
 def test_an_evaluation_that_was_left_out_is_done_first_and_nothing_differs(

@@ -87,6 +87,7 @@ class TestCorruptedWeights:
         verify = HealingConfig().snapshot_verify_steps
         assert 0 < rollbacks(tmp_path)[0]["lost"] <= snapshot_interval(tmp_path) + verify + 1
 
+    @pytest.mark.slow
     def test_that_come_back_every_time_climb_the_ladder_and_end_the_run(self, tmp_path: Path, tokenizer: Any) -> None:
         trainer = sft_trainer(
             tmp_path,
@@ -109,6 +110,7 @@ class TestCorruptedWeights:
         assert caught.value.failure == "corrupted_state"
         assert [event.get("state") for event in rollbacks(tmp_path)][:3] == ["newest", "older", "disk"]
 
+    @pytest.mark.slow
     def test_of_the_last_step_are_not_handed_over_as_trained(self, tmp_path: Path, tokenizer: Any) -> None:
         plain = sft_trainer(tmp_path / "plain", tokenizer, max_steps=20)
         plain.train()
@@ -124,6 +126,7 @@ class TestCorruptedWeights:
         (outcome,) = journal(tmp_path / "healed", "outcome")
         assert (outcome["failure"], outcome["steps_lost"]) == ("corrupted_state", 0)
 
+    @pytest.mark.slow
     def test_where_no_loss_shows_them_are_found_when_a_snapshot_is_verified(
         self, tmp_path: Path, tokenizer: Any
     ) -> None:
@@ -206,6 +209,7 @@ class TestHarderData:
         ],
         ids=["conservative", "warn"],
     )
+    @pytest.mark.slow
     def test_are_told_from_worse_weights_whatever_is_done(
         self, tmp_path: Path, tokenizer: Any, config: HealingConfig
     ) -> None:
@@ -294,6 +298,7 @@ class TestLearningRateFarTooHigh:
         assert report.learning_rate_scale < 1
 
     @pytest.mark.heals("learning_rate", "callback")
+    @pytest.mark.slow
     def test_in_the_first_steps_the_run_goes_back_to_where_it_began(self, tmp_path: Path, tokenizer: Any) -> None:
         trainer = sft_trainer(
             tmp_path,

@@ -18,6 +18,7 @@ from conftest import (
     lost_connection,
     plain_trainer,
     sft_trainer,
+    slowly,
 )
 from datasets import IterableDataset as HuggingFaceStream
 from torch.utils.data import IterableDataset
@@ -108,7 +109,7 @@ def bound_to_the_instance(directory: Path, tokenizer: Any) -> Any:
 
 
 @pytest.mark.parametrize("error", [lost_connection, out_of_memory])
-@pytest.mark.parametrize("build", [subclassed, replaced_on_the_instance, bound_to_the_instance])
+@pytest.mark.parametrize("build", [subclassed, *slowly(replaced_on_the_instance, bound_to_the_instance)])
 def test_not_after_an_exception_in_a_training_step_of_the_user_s_own(
     build: Any, error: Any, tmp_path: Path, tokenizer: Any
 ) -> None:
