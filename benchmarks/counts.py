@@ -39,7 +39,7 @@ from self_healing import SelfHealingCallback  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "counts.json"
 # The first steps build things up: baselines, the optimizer's state.
-WARM, MEASURED = 72, 32
+WARM, MEASURED = 40, 16
 SNAPSHOTS_EVERY = 16
 
 READS_A_VALUE = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"}

@@ -285,6 +285,7 @@ def test_a_scaler_that_looks_for_its_scale_is_left_alone(tmp_path: Path, tokeniz
     assert_same_weights(weights(trainer), weights(plain))
 
 
+@pytest.mark.slow
 def test_a_transient_nan_under_a_scaler_is_undone_exactly(tmp_path: Path, tokenizer: Any) -> None:
     def build(name: str, **more: Any) -> Any:
         trainer = sft_trainer(tmp_path / name, tokenizer, **more)

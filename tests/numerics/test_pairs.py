@@ -157,7 +157,7 @@ REMEDIES: dict[str, dict[str, Any]] = {
 # By what the process is doing when it is killed: the nth forward, or change of a file.
 KILLS = [
     pytest.param("looking for the row", "forward", 5, marks=pytest.mark.slow),
-    ("going back", "forward", 5),
+    pytest.param("going back", "forward", 5, marks=pytest.mark.slow),
     ("an emergency checkpoint", "file", 12),
 ]
 

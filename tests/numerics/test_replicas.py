@@ -83,6 +83,7 @@ def test_any_bit_of_any_sum_of_any_rank_is_seen_in_the_digest(rank: int) -> None
             assert apart_over_ranks(sums), (at, bit)
 
 
+@pytest.mark.slow
 def test_the_digests_of_many_ranks_add_up_exactly() -> None:
     group = tuple(range(4096))
     sums = torch.arange(3) << 40

@@ -270,7 +270,8 @@ def test_a_start_after_a_kill_says_what_was_left_and_what_to_write_and_starts_as
         assert job_result(job)["weights"] == plain["weights"]
 
 
-@pytest.mark.parametrize("resume", [True, *slowly(False)])
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.slow
 def test_whoever_says_where_to_begin_is_told_nothing(tmp_path: Path, start: Callable[..., int], resume: Any) -> None:
     job = tmp_path / "job"
     options = {"fault": "sigkill", "step": 6, "launcher": "none"}

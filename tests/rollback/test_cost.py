@@ -76,6 +76,7 @@ class CallsInRollback(TrainerCallback):
             self.steps[-1][frame.f_code.co_qualname] += 1
 
 
+@pytest.mark.slow
 def test_a_healthy_step_without_a_snapshot_makes_a_handful_of_calls(tmp_path: Path, tokenizer: Any) -> None:
     calls = CallsInRollback()
     callbacks = [SelfHealingCallback({"snapshot_interval": 100}), calls]

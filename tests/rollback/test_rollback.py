@@ -298,7 +298,6 @@ class TestLearningRateFarTooHigh:
         assert report.learning_rate_scale < 1
 
     @pytest.mark.heals("learning_rate", "callback")
-    @pytest.mark.slow
     def test_in_the_first_steps_the_run_goes_back_to_where_it_began(self, tmp_path: Path, tokenizer: Any) -> None:
         trainer = sft_trainer(
             tmp_path,

@@ -127,7 +127,7 @@ def own_loss(directory: Path, tokenizer: Any) -> Any:
     return plain_trainer(directory, tokenizer, trainer_class=OwnLoss)
 
 
-@pytest.mark.parametrize("build", [plain_trainer, own_loss, sft_trainer, grpo_trainer])
+@pytest.mark.parametrize("build", [plain_trainer, sft_trainer, *slowly(own_loss, grpo_trainer)])
 def test_known_after_one_in_that_of_the_trainer(build: Any, tmp_path: Path, tokenizer: Any) -> None:
     trainer = build(tmp_path, tokenizer)
     RaisingForward(trainer.model, lambda forward: forward == 4, lost_connection)
@@ -204,7 +204,7 @@ def interrupted(stream: Any, directory: Path, tokenizer: Any, **config: Any) -> 
     return healed(trainer, config)
 
 
-@pytest.mark.parametrize("on_bad_sample", ["quarantine", "raise"])
+@pytest.mark.parametrize("on_bad_sample", ["quarantine", *slowly("raise")])
 @pytest.mark.parametrize("stream", [Itself, Kept, KeptGenerator, PassedOn])
 def test_not_after_a_re_entry_over_a_stream_that_goes_on_where_it_stands(
     stream: Any, on_bad_sample: str, tmp_path: Path, tokenizer: Any
@@ -213,7 +213,7 @@ def test_not_after_a_re_entry_over_a_stream_that_goes_on_where_it_stands(
     assert_unknown(incident, tmp_path, "rows may have been skipped twice")
 
 
-@pytest.mark.parametrize("on_bad_sample", ["quarantine", "raise"])
+@pytest.mark.parametrize("on_bad_sample", ["quarantine", *slowly("raise")])
 @pytest.mark.parametrize("stream", [Again, of_hugging_face])
 def test_known_after_one_over_a_stream_that_begins_again(
     stream: Any, on_bad_sample: str, tmp_path: Path, tokenizer: Any
