@@ -30,6 +30,7 @@ demo: .venv/.installed
 demo-output: .venv/.installed
 	.venv/bin/python tests/demo_output.py
 
+# Of each kind of fault, trainer, setting and launcher one; further members of a kind are left to `make test-slow`.
 test: lint
 	.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
 	$(MAKE) test-deepspeed-quick
@@ -44,7 +45,7 @@ contract-whole: .venv/.installed
 test-slow: .venv/.installed
 	.venv/bin/python -m pytest -m "slow and not gpu"
 
-# Every example as a user runs it, offline: somewhat less than three minutes of CPU time.
+# Every example as a user runs it, offline: some two minutes of CPU time.
 examples: .venv/.installed
 	.venv/bin/python -m pytest -m slow tests/test_examples.py
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import weakref
@@ -10,16 +9,12 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from conftest import sft_trainer
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import TrainerCallback
 
-from self_healing import SelfHealingCallback
 from self_healing.hf import state
 from self_healing.hf.state import LiveState, Search
 from self_healing.hf.step import Control, Recording
@@ -32,7 +27,6 @@ from self_healing.system.random_state import RandomState
 
 
 CPU = torch.device("cpu")
-ROOM = Path(ring_module.__file__).parent
 
 
 class Operations(TorchDispatchMode):
@@ -56,32 +50,6 @@ def model_and_optimizer() -> tuple[torch.nn.Module, LiveState]:
     model(torch.ones(2, 80)).sum().backward()
     optimizer.step()
     return model, LiveState({name: each.detach() for name, each in model.named_parameters()}, {}, optimizer, {})
-
-
-class CallsInRollback(TrainerCallback):
-    """Counts calls of Python functions of `rollback/`, step by step."""
-
-    def __init__(self) -> None:
-        self.steps: list[Counter[str]] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.steps.append(Counter())
-        sys.setprofile(self._note)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        sys.setprofile(None)
-
-    def _note(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and Path(frame.f_code.co_filename).parent == ROOM:
-            self.steps[-1][frame.f_code.co_qualname] += 1
-
-
-@pytest.mark.slow
-def test_a_healthy_step_without_a_snapshot_makes_a_handful_of_calls(tmp_path: Path, tokenizer: Any) -> None:
-    calls = CallsInRollback()
-    callbacks = [SelfHealingCallback({"snapshot_interval": 100}), calls]
-    sft_trainer(tmp_path, tokenizer, callbacks=callbacks, max_steps=70).train()
-    assert all(step.total() <= 6 for step in calls.steps[52:-1]), calls.steps[60]
 
 
 def test_small_tensors_are_copied_together_and_nothing_is_searched_by_the_training_thread() -> None:
