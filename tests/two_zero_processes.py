@@ -403,7 +403,6 @@ class Runs:
         self.run("healthy", **same)
         self.run("transient", fault=self.nan_on_one_rank, **same)
         once = {**same, "gradient_accumulation_steps": 1}
-        self.run("struck_once", fault=self.nan_on_one_rank, healed=False, **once)
         self.run("plain_once", healed=False, **once)
         self.run("healthy_once", **once)
         self.run("transient_once", fault=self.nan_on_one_rank, **once)

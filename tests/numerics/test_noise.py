@@ -111,7 +111,6 @@ def test_a_state_that_nobody_can_put_back_is_no_noise(
 GOES_BACK = {"snapshot_interval": 20}
 FAULT, TRUSTED = 43, 20
 ANOTHER_STEP = "as if more than weights, optimizer and data made it up"
-LOOKS_BAD = "does not look as it should"
 LONG = {"max_steps": 56, "lr_scheduler_type": "constant", "bf16": True, "gradient_accumulation_steps": 1}
 
 
