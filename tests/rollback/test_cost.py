@@ -13,8 +13,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from conftest import sft_trainer
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TrainerCallback
 
+from self_healing import SelfHealingCallback
 from self_healing.hf import state
 from self_healing.hf.state import LiveState, Search
 from self_healing.hf.step import Control, Recording
