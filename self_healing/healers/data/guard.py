@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import errno
+import hashlib
+import itertools
 import logging
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -206,8 +207,17 @@ def candidates(index: int, length: int, seed: int) -> Iterator[int]:
     Yields the indices of samples that may replace another one: the same in every worker, process and epoch, and drawn
     from no generator that training draws from.
     """
-    drawn = random.Random(f"{seed}:{index}").sample(range(length), min(length, 20 * MAX_BAD_IN_A_ROW))
-    return (candidate for candidate in drawn if candidate != index % length)
+    given = {index % length}
+    # Each try finds a new one with at least the share that is left; some more than that end in order.
+    drawn = (_drawn(f"{seed}:{index}:{attempt}", length) for attempt in range(20 * MAX_BAD_IN_A_ROW))
+    for candidate in itertools.chain(drawn, range(length)):
+        if candidate not in given:
+            given.add(candidate)
+            yield candidate
+
+
+def _drawn(text: str, length: int) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % length
 
 
 def no_substitute(bad: Sequence[BadSample]) -> DataSourceError:
