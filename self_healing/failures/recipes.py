@@ -217,6 +217,8 @@ class Recipe:
             What to do when the ladder is spent.
         severity (`str`):
             `"info"` (undone without loss), `"warning"` (something was left out) or `"error"` (the run stops).
+        references (`tuple[str, ...]`, *optional*):
+            Where to read more.
         rungs (`tuple[Rung, ...]`):
             The ladder, each remedy in a rung.
     """
@@ -225,6 +227,7 @@ class Recipe:
     ladder: tuple[Action | Rung, ...]
     advice: str
     severity: str
+    references: tuple[str, ...] = ()
     rungs: tuple[Rung, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -288,6 +291,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         ladder=(Action.USE_REEXECUTED_STEP,),
         advice="If it comes back, test the device (dcgmi diag, memory test) and look for races in custom kernels.",
         severity="info",
+        references=("https://arxiv.org/abs/2407.21783",),
     ),
     FailureType.NONFINITE_POISON_ROWS: Recipe(
         diagnosis="These rows make the loss or the gradient non-finite on their own, every time; the others do not.",
@@ -353,6 +357,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="Test the device of the rank that is named (dcgmi diag, memory test, ECC counters), and take it out if "
         "it is named again; look for code that writes into the weights on some ranks only.",
         severity="warning",
+        references=("https://arxiv.org/abs/2102.11245",),
     ),
     FailureType.SPIKE_TRANSIENT: Recipe(
         diagnosis="The gradient was far above normal, and normal when the same micro-batches were computed again from "
@@ -360,6 +365,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         ladder=(Action.USE_REEXECUTED_STEP,),
         advice="If it comes back, test the device (dcgmi diag, memory test) and look for races in custom kernels.",
         severity="info",
+        references=("https://arxiv.org/abs/2407.21783",),
     ),
     FailureType.GRADIENT_SPIKE: Recipe(
         diagnosis="The gradient norm was far above what is normal in this run: because of the batch, or of where the "
@@ -377,6 +383,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="One spike is nothing to worry about. If they come often, set zclip_mode='clip', lower the learning "
         "rate or max_grad_norm, and look at the batches in incidents/.",
         severity="warning",
+        references=("https://arxiv.org/abs/2204.02311", "https://arxiv.org/abs/2504.02507"),
     ),
     FailureType.LOSS_SPIKE: Recipe(
         diagnosis="The loss was far above what is normal in this run. Most spikes pass by themselves; no checkpoint "
@@ -384,6 +391,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         ladder=(Action.HOLD_CHECKPOINTS,),
         advice="Nothing, if it passes. If they come often, look at the batches, and lower the learning rate.",
         severity="warning",
+        references=("https://arxiv.org/abs/2204.02311",),
     ),
     FailureType.DIVERGENCE: Recipe(
         diagnosis="The loss has risen and stays up: the weights are getting worse.",
@@ -397,6 +405,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="Begin a new run from the weights of a checkpoint well before it (`from_pretrained`), with half the "
         "learning rate or a longer warm-up; a resume would take the rate from the checkpoint.",
         severity="error",
+        references=("https://doi.org/10.1093/biomet/41.1-2.100", "https://arxiv.org/abs/2204.02311"),
     ),
     FailureType.HARDER_DATA: Recipe(
         diagnosis="The loss has risen and stays up, but weights from before the rise do no better on the same batch, "
@@ -486,6 +495,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         "what is always in memory: LoRA, weights in bf16, an 8-bit or paged optimizer, sharding over more devices. "
         "(3) Look for other processes on the device, and for tensors kept by mistake (nvidia-smi).",
         severity="warning",
+        references=("https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management",),
     ),
     FailureType.BAD_DATA: Recipe(
         diagnosis="A sample cannot be used: it raises while it is loaded or collated, it is empty, or all of its "
@@ -567,6 +577,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="Take the machine or the device out, and test it (dcgmi diag -r 3, memory test, ECC counters, NCCL "
         "tests).",
         severity="error",
+        references=("https://arxiv.org/abs/2102.11245",),
     ),
     FailureType.PREEMPTED: Recipe(
         diagnosis="Preemption: the process was told to stop (SIGTERM or SIGUSR1).",
