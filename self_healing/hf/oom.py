@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -14,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 from ..failures import recipes
-from ..failures.recipes import TrainingFault
+from ..failures.classify import classify_exception
+from ..failures.recipes import FailureType, TrainingFault
 from ..ranks import votes
 from ..system import processes
 from .batches import preparing
@@ -27,6 +29,8 @@ from .step import Window
 from .trainer_state import Bookkeeper, Bookkeeping
 from .view import TrainerView
 
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -83,7 +87,8 @@ class OomRetry:
             self._hooks.on_success()
 
     def until_it_fits(self, compute: Callable[[], _T], discard: Callable[[], None]) -> _T:
-        """Computes what begins with rewinding the step: again with more memory, where it did not fit."""
+        """Computes what begins with rewinding the step: again with more memory, or once more."""
+        repeated = False
         while True:
             try:
                 result = compute()
@@ -104,7 +109,17 @@ class OomRetry:
             ran_out = self.caught(error)
             if ran_out is not None and self.handled(ran_out, self._instrument.window):
                 continue
-            raise TrainingFault(error, others_wait) from error
+            if repeated or not self._may_have_passed(error):
+                raise TrainingFault(error, others_wait) from error
+            repeated = True
+
+    def _may_have_passed(self, error: Exception) -> bool:
+        """Whether what is computed to heal another fault is tried once more: not where other ranks are waiting."""
+        lasting = (FailureType.OUT_OF_MEMORY, FailureType.DEVICE, FailureType.PROCESS_DIED)
+        if self._view.world_size > 1 or classify_exception(error) in lasting:
+            return False
+        logger.info("Step %d: computed once more.", self._view.step, exc_info=error)
+        return True
 
     @contextlib.contextmanager
     def experiment(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 from self_healing import SelfHealingCallback
 from self_healing.hf import state
+from self_healing.hf.objective import GENERIC
 from self_healing.hf.state import LiveState, Search
 from self_healing.hf.step import Control, Recording
 from self_healing.rollback import ring as ring_module
@@ -237,11 +238,11 @@ def test_a_device_is_searched_in_one_launch_and_one_wait_for_each_dtype(monkeypa
 class MadeUpStep:
     """A step whose batch takes so many bytes, or that cannot be applied again."""
 
-    def __init__(self, step: int, nbytes: int = 10, recordable: bool = True) -> None:
-        self.step, self.nbytes, self.recordable = step, nbytes, recordable
+    objective = GENERIC
 
-    def control(self, loss: float, largest: int) -> Control:
-        return Control([], loss, self.nbytes)
+    def __init__(self, step: int, nbytes: int = 10, recordable: bool = True) -> None:
+        self.step, self.recordable = step, recordable
+        self.calls: list[Any] = [torch.zeros(nbytes, dtype=torch.uint8)]
 
     def recording(self, control: Control) -> Recording | None:
         return Recording(self.step, control, RandomState.capture(), [], 1.0, []) if self.recordable else None

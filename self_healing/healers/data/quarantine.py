@@ -55,6 +55,9 @@ class BadSample:
     def name(self) -> SampleName:
         if self.dataset_index is not None:
             return self.dataset_index
+        if self.stream_ordinal is None:
+            # Unknown where it is: told from others by what it looks like.
+            return f"?:{self.text_hash or content_name(self.preview, self.error)}"
         stage = "" if self.stage is None else f"@{self.stage}"
         return f"{self.shard}:{self.stream_ordinal}{stage}"
 
@@ -212,6 +215,8 @@ def describe_name(name: SampleName) -> str:
     if isinstance(name, int):
         return f"sample {name}"
     shard, _, rest = name.partition(":")
+    if shard == "?":
+        return "a sample of the stream"
     return f"sample {rest.partition('@')[0]} of shard {shard}"
 
 
