@@ -5,7 +5,8 @@ and two runs count the same: `python benchmarks/counts.py` prints a line for eac
 On a CPU a synchronisation is what would be one on a GPU: a value that Python reads from a tensor (`item`, `tolist`,
 `bool`), a tensor whose shape depends on values (`nonzero`, boolean masks). A kernel is an operator of ATen that
 computes or copies; views and allocations are none. Calls are all Python functions that are entered, whoever they
-belong to. The plain trainer's numbers are taken off, step by step; steps with a snapshot are left out.
+belong to. The plain trainer's numbers are taken off, step by step; steps with a snapshot are left out, and so is the
+step log, which is written every second whatever the steps.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from pathlib import Path
 from statistics import mean
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -35,11 +38,12 @@ from peft import LoraConfig  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from self_healing import SelfHealingCallback  # noqa: E402
+from self_healing.journal import step_log  # noqa: E402
 
 
 RESULTS = ROOT / "benchmarks" / "results" / "counts.json"
 # The first steps build things up: baselines, the optimizer's state.
-WARM, MEASURED = 40, 16
+WARM, MEASURED = 40, 32
 SNAPSHOTS_EVERY = 16
 
 READS_A_VALUE = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"}
@@ -104,18 +108,28 @@ class WholeReads(TorchFunctionMode):
 
 
 class Steps(TrainerCallback):
-    """Cuts what is counted into steps, from the end of one to the end of the next."""
+    """Cuts what is counted into steps, from the end of one to the end of the next; counts the last of a run."""
 
     def __init__(self, calls: bool) -> None:
         self.counting, self.calls = Counting(), calls
         self.steps: list[Counts] = []
+        self._ended, self._counted = 0, contextlib.ExitStack()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         sys.setprofile(None)
-        self.steps.append(self.counting.now)
+        if self._ended >= WARM:
+            self.steps.append(self.counting.now)
+        elif self._ended == WARM - 1 and not self.calls:
+            self._counted.enter_context(self.counting)
+            self._counted.enter_context(WholeReads(self.counting))
+        self._ended += 1
         self.counting.now = Counts()
-        if self.calls:
+        if self.calls and self._ended >= WARM:
             sys.setprofile(self.counting.seen)
+
+    def stop(self) -> None:
+        sys.setprofile(None)
+        self._counted.close()
 
 
 def run(kind: str, precision: str, accumulation: int, healed: bool, calls: bool) -> list[Counts]:
@@ -138,14 +152,11 @@ def run(kind: str, precision: str, accumulation: int, healed: bool, calls: bool)
             **arguments,
         )
         try:
-            with contextlib.ExitStack() as counted:
-                if not calls:
-                    counted.enter_context(steps.counting)
-                    counted.enter_context(WholeReads(steps.counting))
+            with mock.patch.object(step_log, "_EVERY", math.inf):
                 trainer.train()
         finally:
-            sys.setprofile(None)
-    return steps.steps[WARM:]
+            steps.stop()
+    return steps.steps
 
 
 def added(kind: str, precision: str, accumulation: int) -> dict[str, float]:
