@@ -32,12 +32,12 @@ demo-output: .venv/.installed
 
 # Of each kind of fault, trainer, setting and launcher one; further members of a kind are left to `make test-slow`.
 test: lint
-	.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
+	.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 	$(MAKE) test-deepspeed-quick
 
 # What a user relies on, whatever is rebuilt below it: what is quick, and all of it.
 contract: .venv/.installed
-	.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "contract and not slow and not gpu"
+	.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "contract and not slow and not gpu"
 
 contract-whole: .venv/.installed
 	.venv/bin/python -m pytest -m "contract and not gpu"

@@ -87,10 +87,19 @@ CONTRACT = frozenset(
 )
 
 
+# What takes longest comes first, or one process would still be at it when the others have nothing left.
+LONGEST = (
+    *("test_counts", "test_memory", "test_restarts", "test_distributed", "test_veto", "test_failing_ranks"),
+    *("test_rollback", "test_size", "test_learning_rate", "test_collectives", "test_poison", "test_exceptions"),
+    *("test_faults_that_end_a_job", "test_ending_together", "test_faults_healed_in_place"),
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem in CONTRACT or item.get_closest_marker("heals") is not None:
             item.add_marker("contract")
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 torch.set_num_threads(1)
