@@ -170,7 +170,8 @@ class OneRankRetry:
         self._first_step = 0
         self._parameters: list[torch.nn.Parameter] = []
         # Whether what prepares a micro-batch neither draws random numbers nor counts.
-        self._only_moves = type(self._trainer)._prepare_inputs is Trainer._prepare_inputs
+        theirs = type(self._trainer)._prepare_inputs is not Trainer._prepare_inputs
+        self._only_moves = not theirs and "_prepare_inputs" not in vars(self._trainer)
         self._preparing = False
         # Of the micro-batch that is being computed: where its step began, if it is the first; as of when it was
         # prepared.

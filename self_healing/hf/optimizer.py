@@ -92,7 +92,7 @@ class OptimizerStep:
 
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps `optimizer.step`: takes the step with the rates in force."""
-        instrument, window, began = self._instrument, self._instrument.window, time.perf_counter()
+        instrument, window, self._began = self._instrument, self._instrument.window, time.perf_counter()
         instrument.heartbeat.enter("optimizer")
         try:
             try:
@@ -106,14 +106,11 @@ class OptimizerStep:
                     # Nobody judges it any more.
                     window.bounds = None
                     window.abandon(instrument.leaves_out_nonfinite)
-            take = functools.partial(original, *args, **kwargs)
             self._scale_at, self._scale = self._trainer.state.global_step, 1.0
-            if self._rates.control.touched:
-                take = functools.partial(self._take, take)
-            return self._until_it_fits(take)
+            return self._until_it_fits(functools.partial(original, *args, **kwargs))
         finally:
             instrument.heartbeat.leave()
-            self.seconds = time.perf_counter() - began
+            self.seconds = time.perf_counter() - self._began
 
     def _take(self, update: Callable[[], Any]) -> Any:
         """Takes a step whose rates are not those of the schedule."""
@@ -137,7 +134,7 @@ class OptimizerStep:
                 raise
         return 1.0
 
-    def _until_it_fits(self, take: Callable[[], Any]) -> Any:
+    def _until_it_fits(self, update: Callable[[], Any]) -> Any:
         while True:
             if self._mark.before is not None or (self._optimizer is not None and not self._optimizer.state):
                 self._mark.set()
@@ -146,9 +143,10 @@ class OptimizerStep:
             try:
                 result = None
                 if window is not None and window.bounds is not None:
-                    result = self._launch(window, take)
+                    result = self._launch(window, update)
                 if window is None or not window.applied:
-                    result = take()
+                    # Asked only now: what judges a launched step may have lowered the rate.
+                    result = self._take(update) if self._rates.control.touched else update()
             except Exception as error:
                 alone = begun is not None and self._begun() == begun and self.can_be_taken_again
                 ran_out = self._retry.caught(error, place="optimizer step", alone=alone)
@@ -169,7 +167,7 @@ class OptimizerStep:
             if not again:
                 raise ran_out.error
 
-    def _launch(self, window: Window, take: Callable[[], Any]) -> Any:
+    def _launch(self, window: Window, update: Callable[[], Any]) -> Any:
         """Launches the update, and has the step judged while it runs; first after all, where memory has run out."""
         bounds, window.bounds, result = window.bounds, None, None
         assert bounds is not None
@@ -179,8 +177,11 @@ class OptimizerStep:
             if not is_out_of_memory(error):
                 raise
         else:
+            take = functools.partial(self._take, update) if self._rates.control.touched else update
             result = self.veto.launch(window, bounds, take)
         self._instrument.judge_launched(window)
+        # The wait for the device and the verdict are of the step, not of its update.
+        self._began = time.perf_counter()
         return result
 
     def learning_rate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

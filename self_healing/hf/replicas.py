@@ -26,6 +26,7 @@ SumsOfGroups = Mapping[Group, Sums]
 _REPLICATED = frozenset(each for each in DistributedType if each.value.startswith("MULTI_"))
 # Tensors of which it is told how far they were off.
 _LOOKED_AT = 8
+_PIECE = 1 << 22
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # A digest is a number of 64 bits in parts whose sums over some thousand ranks are exact in single precision.
@@ -201,14 +202,16 @@ def copies_of(tensors: Mapping[str, torch.Tensor], apart: Mapping[Group, Sequenc
     """Copies some of the tensors that are not the same on all ranks that keep them to the host."""
     rank = processes.own_rank()
     names = [name for group, of_group in apart.items() if rank in group for name in of_group]
-    return {name: tensors[name].detach().cpu().clone() for name in names[:_LOOKED_AT]}
+    return {name: tensors[name].detach().to("cpu", copy=True) for name in names[:_LOOKED_AT]}
 
 
 def distance_between(before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -> float:
     """How far tensors were from what the run has in their place now; infinite if one was not finite."""
+    # In pieces: in double precision an embedding takes more memory than it does itself.
     distances = [
-        float((_real(each).double() - _real(now[name]).cpu().double()).abs().max())
+        float((was.double() - piece.cpu().double()).abs().max())
         for name, each in before.items()
         if each.numel()
+        for was, piece in zip(torch.split(_real(each), _PIECE), torch.split(_real(now[name]), _PIECE), strict=True)
     ]
     return max((each if math.isfinite(each) else math.inf for each in distances), default=0.0)

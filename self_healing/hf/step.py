@@ -434,8 +434,8 @@ class Window:
 
     def _catch_up_generation(self) -> None:
         """Counts the micro-batches of a skipped step, too, where a trainer generates its rows."""
-        if self.objective.online and self.start is not None and "_step" in self.start.attributes:
-            self._trainer._step = self.start.attributes["_step"] + self.size
+        if self.objective.online and self.start is not None and "_step" in self.start.scalars:
+            self._trainer._step = self.start.scalars["_step"] + self.size
             if self._raised:
                 # It raised while it generated: there is nothing to go on with.
                 self._trainer._buffered_inputs = None
@@ -556,7 +556,14 @@ def nbytes_of(value: Any, elsewhere_than: torch.device | None = None) -> int:
             nbytes += 0 if each.device == elsewhere_than else each.nbytes
         elif isinstance(each, (list, tuple)):
             found += each
-        elif not isinstance(each, torch.nn.Module) and isinstance(each, (dict, Mapping)):
+        elif isinstance(each, dict):
+            found += each.values()
+        elif isinstance(each, torch.nn.Module):
+            continue
+        elif type(data := getattr(each, "data", None)) is dict:
+            # What a tokenizer gives: it looks every value up through several functions.
+            found += data.values()
+        elif isinstance(each, Mapping):
             found += each.values()
     return nbytes
 

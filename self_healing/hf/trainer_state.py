@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -22,6 +23,9 @@ from ..system.random_state import RandomState
 from .deepspeed import engine_of, zero_of
 from .patching import Replacements
 from .state import LiveState, discard_gradients, live_state_of, unwrap_optimizer
+
+
+logger = logging.getLogger("self_healing")
 
 
 # ---- bookkeeping ----
@@ -56,8 +60,8 @@ StoreMarks = tuple[dict[str, Any], list[tuple[Any, Any]]]
 class Bookkeeping:
     """Everything a trainer counts beside weights and optimizer state, as of one moment."""
 
-    # All attributes of the trainer, of which the scalars are put back.
-    attributes: dict[str, Any]
+    # No other attributes: a tensor of the user's that is kept alive takes memory that he has given back.
+    scalars: dict[str, Any]
     running_loss: torch.Tensor
     tokens_seen: int
     total_flos: float
@@ -75,6 +79,8 @@ class Bookkeeper:
         self._trainer = trainer
         self.device: torch.device = trainer.accelerator.device
         self._entry_step = int(trainer.state.global_step)
+        # Of which attributes of the trainer the values are scalars, of how many.
+        self._names, self._attributes = list[str](), 0
         self._moving_buffers: list[str] | None = None
         self._first_buffers: dict[str, torch.Tensor] = {}
 
@@ -87,8 +93,13 @@ class Bookkeeper:
         """Captures the bookkeeping; with `since`, as of a moment after which only counters and numbers have moved."""
         trainer = self._trainer
         attributes, state = vars(trainer), trainer.state
+        scalars = dict(zip(self._names, map(attributes.get, self._names), strict=True))
+        # Nothing of it is a function of Python while the same attributes are scalars.
+        if len(attributes) != self._attributes or not _SCALARS.issuperset(map(type, scalars.values())):
+            scalars = {name: value for name, value in attributes.items() if type(value) in _SCALARS}
+            self._names, self._attributes = list(scalars), len(attributes)
         return Bookkeeping(
-            attributes.copy(),
+            scalars,
             running_loss if running_loss is not None else trainer._tr_loss.detach().clone(),
             state.num_input_tokens_seen,
             state.total_flos,
@@ -149,8 +160,8 @@ class Bookkeeper:
 
     def _set_counts(self, bookkeeping: Bookkeeping, stay: frozenset[str]) -> None:
         trainer = self._trainer
-        for name, value in bookkeeping.attributes.items():
-            if type(value) in _SCALARS and name not in stay:
+        for name, value in bookkeeping.scalars.items():
+            if name not in stay:
                 setattr(trainer, name, value)
         self.rewind_stores(bookkeeping.stores)
         if "_buffered_inputs" in vars(trainer):
@@ -485,7 +496,12 @@ def load_generated(trainer: Any, checkpoint: Path) -> None:
     device = trainer.accelerator.device
     # In a process group it is called "cpu:0", which torch.load does not know.
     location = torch.device("cpu") if device.type == "cpu" else device
-    trainer._buffered_inputs = torch.load(path, map_location=location, weights_only=True)
+    try:
+        trainer._buffered_inputs = torch.load(path, map_location=location, weights_only=True)
+    except Exception:
+        if processes.world_size() > 1:
+            raise
+        logger.warning("%s cannot be read; the rows of this cycle are generated anew.", path, exc_info=True)
 
 
 # ---- preservation: puts a trainer back as it was, after a dry run ----

@@ -115,7 +115,9 @@ class TrustedStates:
             return
         self._optimizer = optimizer
         if not first:
+            # Kept batches are those of another model, too.
             self.ring.release()
+            self.batches.release()
         self.batches.stop_recording()
         self._on_disk_only |= not instrument.view.can_reexecute
         if not self._on_disk_only and self._take(step):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,13 @@ from conftest import (
     journal,
     logged,
     losses,
+    lost_connection,
+    plain_trainer,
     sft_trainer,
+    tiny_model,
     weights,
 )
+from transformers import Trainer, TrainerCallback
 
 from self_healing import (
     HealingConfig,
@@ -114,3 +119,48 @@ def test_added_to_a_run_that_began_without_it(tmp_path: Path, tokenizer: Any) ->
     assert_same_weights(weights(trainer), weights(plain))
     assert losses(trainer) == losses(plain)
     assert journal(tmp_path, "run_started")[-1]["resumed_from"] == str(tmp_path / "checkpoint-3")
+
+
+class KeepsLogits(Trainer):
+    """Keeps the logits of a forward until the next one begins."""
+
+    kept, outlived = None, 0
+    last = staticmethod(lambda: None)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        self.kept = None
+        self.outlived += self.last() is not None
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        self.kept = outputs.logits.detach()
+        self.last = weakref.ref(self.kept)
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_nothing_that_a_trainer_gives_back_is_kept_alive(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = plain_trainer(
+        tmp_path, tokenizer, trainer_class=KeepsLogits, callbacks=[SelfHealingCallback()], max_steps=6
+    )
+    trainer.train()
+    assert trainer.last() is not None
+    assert trainer.outlived == 0
+
+
+def test_batches_kept_for_trials_are_not_those_of_a_model_that_is_gone(tmp_path: Path, tokenizer: Any) -> None:
+    class Breaks(TrainerCallback):
+        broken = False
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3 and not self.broken:
+                self.broken = True
+                raise lost_connection()
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            kept = live_callback(trainer).run.rollback.batches.first_steps
+            self.models = {id(each.calls[0][0]) for each in kept}
+
+    breaks = Breaks()
+    trainer = plain_trainer(tmp_path, tokenizer, callbacks=[breaks], max_steps=6)
+    trainer.model_init = lambda: tiny_model(tokenizer)
+    SelfHealingTrainer(trainer).train()
+    assert breaks.broken
+    assert breaks.models == {id(trainer.model)}

@@ -24,7 +24,7 @@ from conftest import (
 )
 from transformers import TrainerCallback
 
-from self_healing import HealingConfig, SelfHealingCallback
+from self_healing import HealingConfig, Incident, SelfHealingCallback
 from self_healing.healers.numerics.learning_rate import LearningRateControl
 from self_healing.healers.numerics.state import NumericsState
 from self_healing.hf import optimizer
@@ -106,6 +106,81 @@ def test_a_step_is_healed_as_where_it_is_judged_first(
         for run in ("launched", "judged")
     ]
     assert told[0] == told[1]
+
+
+class LowersTheRate(TrainerCallback):
+    """Lowers the learning rate once, when it is told of an incident."""
+
+    def __init__(self, healing: SelfHealingCallback) -> None:
+        self.healing, self.lowered_at = healing, list[int]()
+
+    def on_instability(self, args: Any, state: Any, control: Any, incident: Incident, **kwargs: Any) -> None:
+        if not self.lowered_at:
+            self.lowered_at.append(state.global_step)
+            self.healing.run.part(NumericsState).learning_rate.reduce(state.global_step)
+
+
+def test_a_rate_that_is_lowered_while_a_step_is_judged_is_in_force_for_it(
+    tmp_path: Path, tokenizer: Any, launched: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = []
+    for first in (False, True):
+        if first:
+            monkeypatch.setattr(optimizer, "VETO_ON", set())
+        healing = SelfHealingCallback(CONFIG)
+        lowers = LowersTheRate(healing)
+        ended.append(
+            trained(
+                tmp_path / str(first),
+                tokenizer,
+                lambda trainer: OutputFault(trainer.model, strike=lambda forward: forward == 32),
+                callbacks=[healing, lowers],
+                gradient_accumulation_steps=1,
+            )
+        )
+        assert lowers.lowered_at == [31]
+    assert False in launched
+    assert_same_weights(weights(ended[0]), weights(ended[1]))
+    assert logged(ended[0]) == logged(ended[1])
+
+
+class Clock:
+    """A clock that only a wait for the device moves on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        self.now += 1.0
+
+
+def test_the_wait_for_the_device_is_not_counted_to_the_update_as_well(
+    tmp_path: Path, tokenizer: Any, launched: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, launch = Clock(), Veto.launch
+
+    def waiting(self: Veto, *args: Any) -> Any:
+        self._event = clock
+        return launch(self, *args)
+
+    monkeypatch.setattr(Veto, "launch", waiting)
+    monkeypatch.setattr(optimizer, "time", clock)
+    healing = SelfHealingCallback(CONFIG)
+    seconds = []
+
+    class Reads(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seconds.append(healing.run.instrument.optimizer_step.seconds)
+
+    trained(tmp_path, tokenizer, callbacks=[healing, Reads()])
+    assert True in launched
+    assert set(seconds) == {0.0}
 
 
 class InterruptedWait:
