@@ -55,6 +55,8 @@ class RetryPolicy:
             Longest time for all attempts and waits.
         sleep (`Callable[[float], None]`, *optional*, defaults to `time.sleep`):
             Function that waits.
+        at_once (`bool`, *optional*, defaults to `False`):
+            Whether a reward that is not finite is asked for only once more, without a wait.
 
     Example:
 
@@ -69,6 +71,7 @@ class RetryPolicy:
     max_seconds: float = 300.0
     total_seconds: float = 900.0
     sleep: Callable[[float], None] = time.sleep
+    at_once: bool = False
 
     @classmethod
     def of(cls, config: HealingConfig, sleep: Callable[[float], None] = time.sleep) -> Self:
@@ -173,12 +176,16 @@ class RetryPolicy:
         }
 
     def _wait(self, state: RetryCallState) -> float:
-        return self.draw_wait(state.attempt_number, _error_of(state))
+        return 0.0 if self._asks_at_once(state) else self.draw_wait(state.attempt_number, _error_of(state))
 
     def _is_spent(self, state: RetryCallState) -> bool:
         # The waits are counted as well, for a `sleep` that does not take the time it stands for.
         gone = max(state.seconds_since_start or 0.0, state.idle_for)
-        return state.attempt_number >= self.attempts or gone + state.upcoming_sleep > self.total_seconds
+        attempts = min(self.attempts, 2) if self._asks_at_once(state) else self.attempts
+        return state.attempt_number >= attempts or gone + state.upcoming_sleep > self.total_seconds
+
+    def _asks_at_once(self, state: RetryCallState) -> bool:
+        return self.at_once and isinstance(_error_of(state), NonFiniteReward)
 
 
 def may_pass(error: BaseException) -> bool:

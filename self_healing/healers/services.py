@@ -250,10 +250,8 @@ class ServiceCalls(Healer):
             )
 
     def _policy(self, service: str) -> RetryPolicy:
-        """Gives the policy of a service; a failure that is known to last is not waited for."""
-        if service not in self._never_finite:
-            return self.policy
-        return replace(self.policy, attempts=min(self.policy.attempts, 2), initial_seconds=0.0)
+        """Gives the policy of a service; rewards that are known to stay as they are are not waited for."""
+        return replace(self.policy, at_once=service in self._never_finite)
 
     def _open(self, call: _Call, error: BaseException) -> Incident:
         journal = self._run.journal
@@ -279,6 +277,9 @@ class ServiceCalls(Healer):
             if incident.failure is not FailureType.NONFINITE_REWARD:
                 run.journal.diagnosed(incident, FailureType.NONFINITE_REWARD, call.service, {})
             self._acted(call, incident)
+        else:
+            # It could not be reached first, which has passed.
+            self._reached(call)
         stops = error.all_of_them and self._run.config.on_nonfinite != "warn"
         if stops and run.stop_incident is None:
             evidence["diagnosis"] = (
@@ -296,9 +297,12 @@ class ServiceCalls(Healer):
             if passed is not None:
                 # The exception of an earlier call has not left train(): the user's code has let it pass.
                 self._run.dealing_with(passed).close("self_recovered")
-            if call.incident is not None:
-                self._acted(call, call.incident)
-                self._run.dealing_with(call.incident).close("resolved")
+            self._reached(call)
+
+    def _reached(self, call: _Call) -> None:
+        if call.incident is not None:
+            self._acted(call, call.incident)
+            self._run.dealing_with(call.incident).close("resolved")
 
     def _gave_up(self, call: _Call, error: BaseException) -> None:
         incident, run = call.incident, self._run

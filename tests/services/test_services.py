@@ -355,6 +355,26 @@ def test_a_reward_that_stays_not_finite_for_a_completion_is_one_incident(tmp_pat
     assert [event["action"] for event in journal(tmp_path, "action")] == ["retry_call", "go_on_without"]
 
 
+def test_a_service_that_stays_not_finite_keeps_its_attempts_where_it_cannot_be_reached(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    calls: list[int] = []
+    nan = not_finite(lambda _: True)
+
+    def reward(completions: list[str], **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) in (4, 5):
+            raise ConnectionError("refused")
+        return nan(completions, **kwargs)
+
+    trainer = grpo_trainer(tmp_path, tokenizer, reward_funcs=reward, max_steps=2)
+    waits = trained(trainer, HealingConfig(api_retry_attempts=3))
+    assert (len(calls), trainer.state.global_step) == (3 + 3, 2)
+    assert len([wait for wait in waits if wait > 0]) == 2 + 2
+    outcomes = [(event["failure"], event["outcome"]) for event in journal(tmp_path, "outcome")]
+    assert outcomes == [("nonfinite_reward", "unresolved"), ("network", "resolved")]
+
+
 def test_without_a_single_reward_the_run_stops(tmp_path: Path, tokenizer: Any) -> None:
     reward = not_finite(lambda call: call > 1, places=range(8))
     trainer = grpo_trainer(tmp_path, tokenizer, reward_funcs=reward)
