@@ -160,6 +160,8 @@ GITIGNORE = ".gitignore"
 _HEADER = "# Written by self_healing: what it keeps here holds text of samples, and is not for the Hub or for git."
 # As the Trainer names them, here and on the Hub.
 _CHECKPOINTS = ("checkpoint-*", "last-checkpoint")
+# Of the checkpoints that are removed or linked at this moment.
+_LEFTOVER = re.compile(r"\.checkpoint-\d+\.(gone|new)")
 
 
 def own_patterns(output_dir: str | os.PathLike[str], healing_dir: str | os.PathLike[str] | None = None) -> list[str]:
@@ -178,7 +180,9 @@ def remove_leftovers(output_dir: str | os.PathLike[str]) -> None:
     """Removes checkpoints that a process was removing or linking when it was killed; other files are written anew."""
     for name in ("", PINNED_DIR, EMERGENCY_DIR, BESIDE_DIR):
         for leftover in Path(output_dir, name).glob(".checkpoint-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            # A directory of the user's own may begin like them.
+            if _LEFTOVER.fullmatch(leftover.name):
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def hide_from_uploads(

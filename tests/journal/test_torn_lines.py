@@ -65,10 +65,11 @@ def a_checkpoint(directory: Path) -> Path:
 
 def test_a_run_begins_by_removing_what_killed_processes_have_left(tmp_path: Path, tokenizer: Any) -> None:
     run = tmp_path / "run"
-    kept = a_checkpoint(run / "checkpoint-2")
+    users = [".checkpoint-best", ".checkpoint-2.old", ".checkpoint-best.new"]
+    kept = [a_checkpoint(run / name) for name in ("checkpoint-2", *users)]
     leftovers = [run / ".checkpoint-4.gone", run / "last-known-good" / ".checkpoint-3.new"]
     for path in leftovers:
         a_checkpoint(path)
     plain_trainer(run, tokenizer, callbacks=[SelfHealingCallback()], max_steps=1).train()
     assert [path for path in leftovers if path.exists()] == []
-    assert (kept / "model.safetensors").exists()
+    assert all((path / "model.safetensors").exists() for path in kept)
