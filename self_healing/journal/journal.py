@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -286,9 +287,11 @@ class Journal:
         """Reads the errors that ended the other ranks of this run, as far as they could be written."""
         found: list[dict[str, Any]] = []
         for path in self._postmortems_of_others():
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if content["run"] == self.run_id and content["step"] >= since and content["error"] is not None:
-                found.append({"rank": rank_in(path)} | {key: content[key] for key in ("step", "failure", "error")})
+            # A process may have been killed while it wrote its own.
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                content = json.loads(path.read_text(encoding="utf-8"))
+                if content["run"] == self.run_id and content["step"] >= since and content["error"] is not None:
+                    found.append({"rank": rank_in(path)} | {key: content[key] for key in ("step", "failure", "error")})
         return found
 
     def _postmortems_of_others(self) -> list[Path]:

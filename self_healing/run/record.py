@@ -16,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
+from ..journal.incident import Incident
 from ..system.files import jsonable, replace_file
 from ..system.processes import Process
 
@@ -121,6 +122,9 @@ class RunRecord:
         if content["schema"] != SCHEMA_VERSION:
             raise ValueError(f"it is not of schema {SCHEMA_VERSION}")
         attempts = [Attempt(**each | {"ending": ExitReason(each["ending"])}) for each in content["attempts"]]
+        for each in content["incidents"]:
+            # Whether they can be read: they are taken up later, where a failure would end the start.
+            Incident.from_dict(each)
         return cls(directory, content["run"], attempts, content["incidents"], content["memory"], content["postmortem"])
 
     @property

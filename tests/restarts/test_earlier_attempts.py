@@ -149,6 +149,15 @@ class TestARunThatHadEndedForGood:
         # This process's as well.
         assert len(written["attempts"]) == 3
 
+    def test_what_cannot_be_read_of_another_rank_is_left_out_of_it(self, tmp_path: Path) -> None:
+        error = {"type": "RuntimeError", "message": "no connection"}
+        whole = {"run": "run", "step": 9, "failure": "network", "error": error}
+        for rank, text in enumerate(['{"run": "run", "st', "{}", "[]", json.dumps(whole)], start=1):
+            (tmp_path / f"postmortem.rank{rank}.json").write_text(text)
+        refusal(process(self.record(tmp_path)))
+        written = json.loads((tmp_path / "postmortem.json").read_text())
+        assert [other["rank"] for other in written["other_ranks"]] == [4]
+
     def test_what_is_still_open_ends_with_it(self, tmp_path: Path) -> None:
         record = self.record(tmp_path)
         waiting = ended_with(Action.RESUME, failure=FailureType.PROCESS_DIED, outcome="open")

@@ -104,6 +104,9 @@ class TestARecord:
             {"incidents": ...},
             {"attempts": [3]},
             {"attempts": [{"number": 1, "ending": "asleep"}]},
+            {"incidents": [None]},
+            {"incidents": [{"step": 2}]},
+            {"incidents": [{"incident": "run-001", "step": 2, "trigger": "x", "failure": "of_another_version"}]},
         ],
     )
     def test_of_another_version_or_damaged_cannot_be_read(self, tmp_path: Path, changes: dict[str, Any]) -> None:

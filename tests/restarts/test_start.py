@@ -9,9 +9,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from self_healing import HealingConfig
 from self_healing.checkpoints.choice import CheckpointError
@@ -20,6 +22,7 @@ from self_healing.checkpoints.vetting import Verdict
 from self_healing.healers.restarts.start import (
     Start,
     continues,
+    is_off,
     note_start,
     of_this_job,
     refuse_to_train_beside,
@@ -28,7 +31,7 @@ from self_healing.healers.restarts.start import (
 from self_healing.journal.journal import Journal
 from self_healing.rollback.shared_memory import SharedStep
 from self_healing.run.record import _CALLS, Attempt, ExitReason, RunRecord
-from self_healing.system.files import STATE_FILE
+from self_healing.system.files import OFF_FILE, STATE_FILE
 from self_healing.system.processes import Launch, Process
 
 
@@ -169,6 +172,17 @@ class TestAnotherProcess:
     )
     def test_that_does_not_is_no_reason(self, tmp_path: Path, parent: Attempt, fields: dict[str, Any]) -> None:
         refuse_to_train_beside(RunRecord(tmp_path, "run", [replace(parent, **fields)]))
+
+
+@pytest.mark.parametrize("text", ["", '{"run": "ru', "{}", "[]"])
+def test_a_note_that_healing_is_off_counts_however_little_of_it_can_be_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    (tmp_path / OFF_FILE).write_text(text)
+    args = SimpleNamespace(output_dir=str(tmp_path), device=torch.device("cpu"), process_index=0)
+    assert is_off(HealingConfig(), args)
+    assert f"Healing is off: {OFF_FILE} does not say why." in caplog.text
+    assert f"please remove {tmp_path / OFF_FILE}" in caplog.text
 
 
 def test_where_a_run_begins_is_journaled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

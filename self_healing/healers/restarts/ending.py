@@ -38,7 +38,7 @@ from ...run.healer import CarryOut, HealingContext
 from ...run.record import ExitReason
 from ...run.run import Run
 from ...system import processes
-from ...system.files import OFF_FILE, replace_file
+from ...system.files import OFF_FILE, of_rank, replace_file
 from ...system.processes import EXIT_FOR_RESTART, log_safely, restarts_on_exit
 from .attempts import Attempts
 from .emergency import publish, remove_emergency_checkpoints, save_emergency_checkpoint
@@ -363,7 +363,10 @@ def switch_off_next_time(directory: Path, run: str, step: int, error: BaseExcept
     text = "self_healing failed on rank %d at step %d, and the job ends. Please report this traceback."
     log_safely(logger, logging.ERROR, text, rank, step, exc_info=error)
     try:
-        replace_file(directory / OFF_FILE, json.dumps(noted, indent=1) + "\n")
+        # Beside that of another rank that fails at the same moment.
+        own = of_rank(directory / OFF_FILE, rank)
+        replace_file(own, json.dumps(noted, indent=1) + "\n")
+        os.replace(own, directory / OFF_FILE)
     except OSError:
         logger.warning("That could not be written down: the next start will heal again.", exc_info=True)
 

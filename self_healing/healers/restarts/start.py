@@ -312,16 +312,22 @@ def is_off(config: HealingConfig, args: Any) -> bool:
     if votes.all_ranks("healing is attached", not file.exists(), args.device):
         return False
     # On own disks, that of another rank may be the only one.
-    of_ranks = votes.from_every_rank("why it is not", file.read_text("utf-8") if file.exists() else None, args.device)
-    noted = json.loads(next(each for each in of_ranks if each is not None))
+    text = file.read_text("utf-8", "replace") if file.exists() else None
+    of_ranks = votes.from_every_rank("why it is not", text, args.device)
+    noted: Any = None
+    with contextlib.suppress(ValueError):
+        noted = json.loads(next(each for each in of_ranks if each is not None))
+    noted = noted if isinstance(noted, dict) else {}
+    why = noted.get("why") or f"{file.name} does not say why"
     if processes.is_first_rank():
         with speaking_of(args):
             logger.warning(
                 "Healing is off: %s. Training goes on as with the plain Trainer; to heal again, please remove %s.",
-                noted["why"],
+                why,
                 file,
             )
-        Journal(file.parent, config, noted["run"]).event("healing_off", noted["step"], why=noted["why"])
+        journal = Journal(file.parent, config, noted.get("run") or "without-healing")
+        journal.event("healing_off", noted.get("step") or 0, why=why)
     return True
 
 
