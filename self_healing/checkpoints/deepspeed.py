@@ -23,9 +23,11 @@ _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_00_optim_
 
 _CONVERT = (
     "convert it (python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
-    '{path}/{tag} --output_folder {path}/{tag}_universal) and set "checkpoint": {{"load_universal": true}} in the '
-    "DeepSpeed configuration"
+    "{path}/{tag} --output_folder {path}/{tag}_universal) and set {setting}"
 )
+_UNIVERSAL = '"checkpoint": {"load_universal": true} in the DeepSpeed configuration'
+# DeepSpeed puts it beside parts that no other library reads; under ZeRO-3 there is no other file with weights.
+_SCRIPT = "zero_to_fp32.py"
 
 
 def is_of_deepspeed(checkpoint: Path) -> bool:
@@ -199,18 +201,21 @@ def why_of_another_job(checkpoint: Path, job: ZeroJob | None) -> str | None:
         return None
     if job is None or not of_deepspeed:
         whose = "it was written by DeepSpeed, and this job runs without" if of_deepspeed else "it is not DeepSpeed's"
-        return f"{whose}. What to do: start the job as before, or load its weights as the model of a new run"
+        weights, script = "load its weights", checkpoint / _SCRIPT
+        if script.is_file():
+            weights = f"put its weights together (python {script} {checkpoint} NEW_DIRECTORY) and load them"
+        return f"{whose}. What to do: start the job as before, or {weights} as the model of a new run"
     pointer = checkpoint / (_LATEST_UNIVERSAL if job.universal else _LATEST)
     if not pointer.is_file():
         change = "remove" if job.universal else "add"
-        return f'there is no {pointer.name} in it. What to do: {change} "load_universal": true in its configuration'
+        return f"there is no {pointer.name} in it. What to do: {change} {_UNIVERSAL}"
     if job.universal:
         return None
     folder = _Folder.named_by(pointer)
     was = folder.job
     if job.loads(was):
         return None
-    convert = _CONVERT.format(path=checkpoint, tag=folder.path.name)
+    convert = _CONVERT.format(path=checkpoint, tag=folder.path.name, setting=_UNIVERSAL)
     return (
         f"it was written by {was}, and this job has {job}; DeepSpeed loads only what such a job has written. What to "
         f"do: start it as before, or {convert}"
