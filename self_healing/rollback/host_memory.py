@@ -214,10 +214,13 @@ class TensorCopy:
     paged: torch.Tensor | None = None
     # Whether it is this rank's part of a sharded tensor.
     sharded: bool = False
+    # Of a parameter, `requires_grad`: a module takes nothing else for one.
+    trained: bool | None = None
 
     def __deepcopy__(self, _: Any) -> torch.Tensor:
         """An object that holds copies is copied to be put back: with tensors where they were."""
-        return self.host.to(self.device, copy=True)
+        made = self.host.to(self.device, copy=True)
+        return made if self.trained is None else torch.nn.Parameter(made, self.trained)
 
 
 # What is copied where.
@@ -258,7 +261,8 @@ def save(value: Any, pairs: list[Pair]) -> Any:
         if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
             return _assembled(tensor, pairs)
         paged = value if getattr(value, "is_paged", False) else None
-        kept = TensorCopy(_NOTHING, tensor.device, paged, isinstance(value, DTensor))
+        trained = value.requires_grad if isinstance(value, torch.nn.Parameter) else None
+        kept = TensorCopy(_NOTHING, tensor.device, paged, isinstance(value, DTensor), trained)
         if tensor.numel():
             pairs.append((kept, tensor))
         else:
@@ -270,8 +274,10 @@ def save(value: Any, pairs: list[Pair]) -> Any:
         return type(value)(save(inner, pairs) for inner in value)
     if type(value).__module__ == "builtins":
         return copy.deepcopy(value)
-    # In an object (the projectors of GaLore) tensors lie anywhere.
-    return copy.deepcopy(value, {id(tensor): save(tensor, pairs) for tensor in tensors_in(value, {})})
+    # In an object (the projectors of GaLore) tensors lie anywhere. A sharded one is copied with it, where it is: its
+    # part would come back without the rest.
+    found = (tensor for tensor in tensors_in(value, {}) if not isinstance(tensor, DTensor))
+    return copy.deepcopy(value, {id(tensor): save(tensor, pairs) for tensor in found})
 
 
 def _assembled(tensor: Any, pairs: list[Pair]) -> AssembledCopy:

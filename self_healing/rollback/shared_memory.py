@@ -184,13 +184,15 @@ class _Pickler(pickle.Pickler):
         self._block = block
 
     def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            raise NotStorable("its optimizer keeps sharded tensors in objects")
         if not isinstance(value, TensorCopy):
             return None
         if value.paged is not None:
             raise NotStorable("a paged optimizer moves its state by itself")
         host, device = value.host, value.device.type
         offset = self._block.offset_of(host) if host.numel() else None
-        return offset, host.dtype, tuple(host.shape), host.stride(), device, value.sharded
+        return offset, host.dtype, tuple(host.shape), host.stride(), device, value.sharded, value.trained
 
 
 class _Unpickler(pickle.Unpickler):
@@ -202,7 +204,7 @@ class _Unpickler(pickle.Unpickler):
         self._device = device
 
     def persistent_load(self, pid: Any) -> TensorCopy:
-        offset, dtype, shape, stride, kind, sharded = pid
+        offset, dtype, shape, stride, kind, sharded, trained = pid
         if offset is None:
             host = torch.empty_strided(shape, stride, dtype=dtype)
         else:
@@ -211,7 +213,7 @@ class _Unpickler(pickle.Unpickler):
             host = host.as_strided(shape, stride)
         # Its number may be another one now.
         device = self._device if kind == self._device.type else torch.device(kind)
-        return TensorCopy(host, device, sharded=sharded)
+        return TensorCopy(host, device, None, sharded, trained)
 
 
 class StoredState:

@@ -266,9 +266,10 @@ def size_to_be(live: LiveState) -> int | None:
     optimizer = live.optimizer
     if optimizer is None or optimizer.state:
         return size_of(live)
-    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+    # Not a subclass: it may have other state, and other defaults.
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return None
-    moments, needed = 3 if optimizer.defaults["amsgrad"] else 2, size_of(live)
+    moments, needed = 3 if optimizer.defaults.get("amsgrad") else 2, size_of(live)
     for parameter in live.updated:
         if parameter.requires_grad:
             # A counter comes with them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 import weakref
@@ -112,6 +113,18 @@ def test_memory_taken_by_a_thread_before_there_is_a_state_of_the_optimizer_is_th
     second = ring.take(live, 1, {})
     assert second.block is block is not first.block
     assert second.needed == size_of(live) <= block.nbytes
+
+
+def test_what_a_subclass_of_adam_will_keep_is_not_known_before_it_does() -> None:
+    class Lookahead(torch.optim.Adam):
+        """With defaults of its own, among which is no `amsgrad`."""
+
+        def __init__(self, params: Any) -> None:
+            torch.optim.Optimizer.__init__(self, params, {"lr": 1e-3})
+
+    model, live = sparse_model()
+    live = dataclasses.replace(live, optimizer=Lookahead(model.parameters()))
+    assert size_to_be(live) is None
 
 
 def test_memory_that_has_become_too_small_is_given_back() -> None:

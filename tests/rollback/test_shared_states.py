@@ -117,6 +117,17 @@ def test_a_state_is_put_into_another_model_and_its_new_optimizer_bitwise(run: Ru
     assert float(state.record.running_loss) == 2.0
 
 
+def test_a_module_in_the_state_of_the_optimizer_is_put_back_with_its_parameters(run: Run, tmp_path: Path) -> None:
+    run.train()
+    run.optimizer.state[run.model[0].weight]["projector"] = kept = torch.nn.Linear(2, 2)
+    run.take()
+    other = Run(tmp_path)
+    open_state(run.files[-1], CPU).put(other.live)
+    found = other.optimizer.state[other.model[0].weight]["projector"]
+    assert [type(each) for each in found.parameters()] == [torch.nn.Parameter] * 2
+    assert torch.equal(found.weight, kept.weight)
+
+
 def test_a_killed_process_leaves_its_states(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from conftest import tiny_model
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import Adafactor
 
 from self_healing.hf.state import LiveState, live_state_of
@@ -122,6 +124,48 @@ def test_training_goes_on_from_a_restored_state_as_it_did_the_first_time(name: s
     ring.restore(snapshot, live(model, optimizer))
 
     assert train(model, optimizer, 4, seed=2) == first
+
+
+def test_a_module_in_the_state_of_an_optimizer_comes_back_with_its_parameters() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters())
+    kept = optimizer.state[model[0].weight]["projector"] = nn.Linear(2, 2)
+    kept.bias.requires_grad_(False)
+    before = {name: value.clone() for name, value in kept.state_dict().items()}
+    ring = SnapshotRing()
+    snapshot = trusted(ring, live(model, optimizer), 0)
+    with torch.no_grad():
+        kept.weight.fill_(float("nan"))
+    ring.restore(snapshot, live(model, optimizer))
+
+    found = optimizer.state[model[0].weight]["projector"]
+    assert {name: each.requires_grad for name, each in found.named_parameters()} == {"weight": True, "bias": False}
+    torch.testing.assert_close(found.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_sharded_tensor_inside_of_an_object_comes_back_sharded(tmp_path: Path) -> None:
+    class Projector:
+        def __init__(self, matrix: torch.Tensor) -> None:
+            self.matrix = matrix
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters())
+        kept = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        optimizer.state[model[0].weight]["projector"] = Projector(kept)
+        ring = SnapshotRing()
+        snapshot = trusted(ring, live(model, optimizer), 0)
+        kept.to_local().zero_()
+        for _ in range(2):
+            ring.restore(snapshot, live(model, optimizer))
+            found = optimizer.state[model[0].weight]["projector"].matrix
+            assert isinstance(found, DTensor)
+            assert torch.equal(found.to_local(), torch.arange(4.0))
+            found.to_local().zero_()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_the_schedule_goes_on_where_it_is() -> None:
