@@ -233,6 +233,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             self.run.attached.detach()
         if self.run is not None:
             stop_speaking(self.run, sys.exception())
+            if not (self.run.wrapped or self.run.device_lost):
+                # The wrapper may still go on from them.
+                self.run.rollback.release()
 
     # ---- one optimizer step ----
 

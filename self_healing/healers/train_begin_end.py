@@ -239,12 +239,14 @@ def refuse_nonfinite_weights(run: Run, resumed_from: str | None) -> bool:
         return False
     trusted = find_trusted_checkpoint(str(instrument.trainer.args.output_dir))
     run.journal.closed(incident, "fatal")
-    advice = (
-        "Please load other weights: there is no trusted checkpoint in the output_dir."
-        if trusted is None
-        else f"Please resume from the newest one that can be trusted: "
-        f"trainer.train(resume_from_checkpoint={trusted!r}), with a trainer that was built anew."
-    )
+    if trusted is None:
+        advice = "Please load other weights: there is no trusted checkpoint in the output_dir."
+    elif resumed_from is not None and os.path.realpath(trusted) == os.path.realpath(resumed_from):
+        # Vetted, and not searched in all its parts.
+        advice = "Nothing in the files of this checkpoint speaks against it: please remove it, or name an older one."
+    else:
+        advice = "Please resume from the newest one that can be trusted: "
+        advice += f"trainer.train(resume_from_checkpoint={trusted!r}), with a trainer that was built anew."
     raise UnrecoverableTrainingError(f"{text} {advice}", failure=FailureType.CORRUPTED_STATE)
 
 

@@ -394,6 +394,16 @@ class TestBadStart:
             trainer.train()
         assert "training_step" not in vars(trainer)
 
+    def test_a_refused_start_keeps_no_host_memory(self, tmp_path: Path, tokenizer: Any) -> None:
+        model, healing = tiny_model(tokenizer), SelfHealingCallback()
+        with torch.no_grad():
+            a_few_nans(model)
+        trainer = sft_trainer(tmp_path, tokenizer, model=model, callbacks=[healing])
+        with pytest.raises(UnrecoverableTrainingError):
+            trainer.train()
+        assert healing.run is not None
+        assert healing.run.rollback.ring.lacks_room
+
     def test_a_resume_from_bad_state_is_refused_and_names_the_trusted_checkpoint(
         self, tmp_path: Path, tokenizer: Any
     ) -> None:
@@ -409,6 +419,22 @@ class TestBadStart:
         trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **{**arguments, "max_steps": 6})
         with pytest.raises(UnrecoverableTrainingError, match="checkpoint-2"):
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+    def test_a_checkpoint_that_only_looked_sound_is_not_advised_again(self, tmp_path: Path, tokenizer: Any) -> None:
+        class Spoil(TrainerCallback):
+            """As weights that are loaded from parts which nobody has searched."""
+
+            def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+                next(model.parameters()).data.fill_(float("nan"))
+
+        arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+        sft_trainer(tmp_path, tokenizer, **arguments).train()
+        callbacks, arguments = [Spoil(), SelfHealingCallback()], arguments | {"max_steps": 6}
+        trainer = sft_trainer(tmp_path, tokenizer, callbacks=callbacks, **arguments)
+        with pytest.raises(UnrecoverableTrainingError, match="remove it, or name an older one") as caught:
+            trainer.train(resume_from_checkpoint=True)
+        assert str(caught.value).count("checkpoint-4") == 1
 
 
 class MomentFaultAtTheEnd(TrainerCallback):
