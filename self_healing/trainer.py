@@ -20,7 +20,7 @@ from .checkpoints.choice import CheckpointError, newest_checkpoint_of
 from .checkpoints.marker import step_of
 from .config.healing_config import HealingConfig, as_config
 from .config.schema import ConfigurationError
-from .failures.classify import classify_exception, describe_exception
+from .failures.classify import add_note, classify_exception, describe_exception
 from .failures.recipes import (
     FAILURE_RECIPES,
     Action,
@@ -438,6 +438,8 @@ class Recovery:
         self._ending = run.part(Shutdown)
         self._outside_of_model = MemoryOutsideOfModel(run, trainer)
         self._can_enter_again = can_be_entered_again(trainer)
+        # The exception after which `train()` was entered again, in words.
+        self._entered_after = ""
 
     def decide(self, error: BaseException, resume_from: Any) -> NextEntry | None:
         """Decides what to do about an exception that left `train()`; `None` where it is raised unchanged."""
@@ -462,7 +464,10 @@ class Recovery:
     # ---- whose it is, and what cures it ----
 
     def _decide(self, error: BaseException, resume_from: Any) -> NextEntry | None:
-        failure = classify_exception(error)
+        failure, attached = classify_exception(error), self.run.attached
+        if self._entered_after and (attached is None or not attached.reentry.has_fetched):
+            # Perhaps only of a second entry: the traceback has to name the first fault, which is out of sight by now.
+            add_note(error, f"self_healing: train() had been entered again after {self._entered_after}.")
         if failure is FailureType.PROCESS_DIED:
             end_workers_that_failed(error)
         if failure is FailureType.PREEMPTED:
@@ -509,6 +514,7 @@ class Recovery:
         incident.steps_repeated = 0 if unmoved else max(step - step_of(point, default=step), 0)
         self._carry_out(claim, point)
         incident.seconds_lost += time.perf_counter() - began
+        self._entered_after = describe_exception(error)
         return NextEntry(incident, point, claim.wait)
 
     def _first_claim(self, error: BaseException) -> Claim | None:

@@ -186,6 +186,28 @@ def test_after_the_last_step_in_mid_epoch_no_step_more_is_trained(tmp_path: Path
 # ---- what cannot be healed ----
 
 
+class BeginsOnce(TrainerCallback):
+    begun = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.begun:
+            raise RuntimeError("it cannot begin twice")
+        self.begun = True
+
+
+@pytest.mark.parametrize("begins_again", [False, True])
+def test_what_ends_the_next_entry_before_its_first_step_names_what_it_was_entered_after(
+    tmp_path: Path, tokenizer: Any, begins_again: bool
+) -> None:
+    errors = [lost_connection(), RuntimeError("a bug in the user's code")]
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[] if begins_again else [BeginsOnce()], max_steps=4)
+    RaisingForward(trainer.model, lambda forward: forward in (3, 7), lambda: errors.pop(0))
+    with pytest.raises(RuntimeError) as caught:
+        SelfHealingTrainer(trainer, sleep=lambda _: None).train()
+    note = "self_healing: train() had been entered again after ConnectionError: the storage went away."
+    assert (note in caught.value.__notes__) is not begins_again
+
+
 def raise_value_error() -> Exception:
     return ValueError("a bug in the user's code")
 
