@@ -355,53 +355,53 @@ class WeightSearch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # What its modules hold, and what that was when the lists were made.
-        self._holders: list[Mapping[str, Any]] = []
-        self._held: list[tuple[int, ...]] | None = None
-        # Tensors that few kernels can search, with whether Inf is wrong as well, and all others.
-        self._plain: list[torch.Tensor] = []
-        self._inf: list[bool] = []
-        self._others: list[tuple[str, torch.Tensor, bool]] = []
+        # Held, so that no other module gets the `id` of one; with those of what they had when the list was made.
+        self._modules: list[nn.Module] = []
+        self._had: list[tuple[int, ...]] | None = None
+        # By name, with whether it is a parameter.
+        self._tensors: list[tuple[str, Tensor, bool]] = []
 
     def finds_nothing(self) -> bool:
         """Whether all weights are finite, as [`nonfinite_tensors`] has it. Waits once for each device and dtype."""
-        if [tuple(map(id, each.values())) for each in self._holders] != self._held:
+        if self._have() != self._had:
             self._list()
-        search = Search()
-        for name, tensor, inf in self._others:
-            search.add(name, tensor, inf)
-        if self._others and search.nonfinite():
+        # Of the tensors as they are now: trained or not, and what they hold may be other memory, on another device.
+        search, plain, inf = Search(), list[Tensor](), list[bool]()
+        for name, tensor, parameter in self._tensors:
+            simple = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+            # A causal mask kept as a buffer or a frozen parameter holds -inf on purpose: there only NaN is wrong.
+            wrong = parameter and tensor.requires_grad
+            if simple and tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel():
+                plain.append(tensor.detach())
+                inf.append(wrong)
+            else:
+                search.add(name, tensor, wrong)
+        if search.nonfinite():
             return False
         ends: dict[_Kind, tuple[list[torch.Tensor], list[bool]]] = {}
-        # Of the tensors as they are now: what they hold may be other memory, on another device.
-        norms = torch._foreach_norm([each.detach() for each in self._plain], ord=math.inf) if self._plain else ()
-        for norm, inf in zip(norms, self._inf, strict=True):
-            found, wrong = ends.setdefault((norm.device, norm.dtype), ([], []))
+        norms = torch._foreach_norm(plain, ord=math.inf) if plain else ()
+        for norm, wrong in zip(norms, inf, strict=True):
+            found, wrongs = ends.setdefault((norm.device, norm.dtype), ([], []))
             found.append(norm)
-            wrong.append(inf)
-        for found, wrong in ends.values():
+            wrongs.append(wrong)
+        for found, wrongs in ends.values():
             values = torch.stack(found).tolist()
-            if any(map(math.isnan, values)) or math.inf in compress(values, wrong):
+            if any(map(math.isnan, values)) or math.inf in compress(values, wrongs):
                 return False
         return True
 
-    def _list(self) -> None:
-        model = self._model
-        self._holders = [
-            held for module in model.modules() for held in (module._parameters, module._buffers, module._modules)
+    def _have(self) -> list[tuple[int, ...]]:
+        return [
+            tuple(map(id, held.values()))
+            for module in self._modules
+            for held in (module._parameters, module._buffers, module._modules)
         ]
-        self._held = [tuple(map(id, each.values())) for each in self._holders]
-        self._plain, self._inf, self._others = [], [], []
-        # A causal mask kept as a buffer or a frozen parameter holds -inf on purpose: there only NaN is wrong.
-        named = [(name, each, each.requires_grad) for name, each in model.named_parameters()]
-        for name, tensor, inf in (*named, *((name, buffer, False) for name, buffer in model.named_buffers())):
-            simple = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-            if simple and tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel():
-                if not tensor.is_meta:
-                    self._plain.append(tensor)
-                    self._inf.append(inf)
-            else:
-                self._others.append((name, tensor, inf))
+
+    def _list(self) -> None:
+        self._modules = list(self._model.modules())
+        self._had = self._have()
+        self._tensors = [(name, each, True) for name, each in self._model.named_parameters()]
+        self._tensors += [(name, each, False) for name, each in self._model.named_buffers()]
 
 
 # ---- gradients: finds the gradients of a computation while its step is judged, and discards all of them ----

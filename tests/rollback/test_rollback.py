@@ -420,7 +420,6 @@ class TestBadStart:
         with pytest.raises(UnrecoverableTrainingError, match="checkpoint-2"):
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
-
     def test_a_checkpoint_that_only_looked_sound_is_not_advised_again(self, tmp_path: Path, tokenizer: Any) -> None:
         class Spoil(TrainerCallback):
             """As weights that are loaded from parts which nobody has searched."""
