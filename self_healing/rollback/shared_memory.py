@@ -285,7 +285,8 @@ def read_facts(path: Path) -> StateFacts | None:
             facts: StateFacts = pickle.load(file)
     except Exception:
         return None
-    return facts
+    # Left by another version of this library, it may have come out with its fields in the places of others.
+    return facts if isinstance(facts, StateFacts) and isinstance(facts.shared, SharedStep) else None
 
 
 def open_state(path: Path, device: torch.device) -> StoredState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -24,6 +25,8 @@ from self_healing.rollback.ring import SnapshotRing
 from self_healing.rollback.shared_memory import (
     SUFFIX,
     SharedStates,
+    SharedStep,
+    StateFacts,
     StateUnusable,
     directory_of,
     is_own,
@@ -190,6 +193,9 @@ def test_a_state_that_is_not_what_was_written_is_refused(run: Run) -> None:
     os.truncate(file, 40)
     assert read_facts(file) is None
     assert run.steps == []
+    # Of another version of this library, whose fields are read by their position.
+    file.write_bytes(pickle.dumps(StateFacts("run", SharedStep(1, "run", ""))))  # type: ignore[arg-type]
+    assert read_facts(file) is None
 
 
 def test_a_model_of_other_sizes_does_not_fit(run: Run, tmp_path: Path) -> None:
