@@ -268,7 +268,9 @@ def test_an_exception_of_an_odd_kind_surfaces_unchanged_with_a_checkpoint(
     assert (Path(postmortem["emergency_checkpoint"]) / "trainer_state.json").is_file()
 
 
-def test_an_exception_raised_while_the_step_is_reexecuted_is_the_users_own(tmp_path: Path, tokenizer: Any) -> None:
+def test_an_exception_raised_twice_while_the_step_is_reexecuted_is_the_users_own(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
     state = {"forwards": 0}
     cause = KeyError("inner")
@@ -277,14 +279,15 @@ def test_an_exception_raised_while_the_step_is_reexecuted_is_the_users_own(tmp_p
         state["forwards"] += 1
         if state["forwards"] == 5:
             return output * float("nan")
-        if state["forwards"] == 7:
+        if state["forwards"] in (7, 8):
+            # Again when that is tried once more.
             raise ValueError("while computing again") from cause
         return None
 
     trainer.model.model.norm.register_forward_hook(hook)
     with pytest.raises(ValueError, match="while computing again") as caught:
         trainer.train()
-    assert state["forwards"] == 7
+    assert state["forwards"] == 8
     assert caught.value.__cause__ is cause
 
 
