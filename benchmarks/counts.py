@@ -44,7 +44,8 @@ from self_healing.journal import step_log  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "counts.json"
 # The first steps build things up: baselines, the optimizer's state.
 WARM, MEASURED = 40, 32
-SNAPSHOTS_EVERY = 16
+# A snapshot is taken every so many steps, which are an epoch at accumulation 1. Operators are the same in each step.
+PERIOD = 16
 
 READS_A_VALUE = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"}
 SHAPED_BY_VALUES = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_consecutive"}
@@ -108,23 +109,27 @@ class WholeReads(TorchFunctionMode):
 
 
 class Steps(TrainerCallback):
-    """Cuts what is counted into steps, from the end of one to the end of the next; counts the last of a run."""
+    """
+    Cuts what is counted into steps, from the end of one to the end of the next. Operators are counted in the steps
+    after those whose calls are: dispatch is made of calls, too.
+    """
 
-    def __init__(self, calls: bool) -> None:
-        self.counting, self.calls = Counting(), calls
-        self.steps: list[Counts] = []
-        self._ended, self._counted = 0, contextlib.ExitStack()
+    def __init__(self, warm: int, calls: int) -> None:
+        self.counting, self.operators, self.calls = Counting(), list[Counts](), list[Counts]()
+        self._ended, self._warm, self._measured = 0, warm, calls
+        self._counted = contextlib.ExitStack()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         sys.setprofile(None)
-        if self._ended >= WARM:
-            self.steps.append(self.counting.now)
-        elif self._ended == WARM - 1 and not self.calls:
+        self._ended += 1
+        past = self._ended - self._warm
+        if past > 0:
+            (self.calls if past <= self._measured else self.operators).append(self.counting.now)
+        if past == self._measured:
             self._counted.enter_context(self.counting)
             self._counted.enter_context(WholeReads(self.counting))
-        self._ended += 1
         self.counting.now = Counts()
-        if self.calls and self._ended >= WARM:
+        if 0 <= past < self._measured:
             sys.setprofile(self.counting.seen)
 
     def stop(self) -> None:
@@ -132,9 +137,14 @@ class Steps(TrainerCallback):
         self._counted.close()
 
 
-def run(kind: str, precision: str, accumulation: int, healed: bool, calls: bool) -> list[Counts]:
-    """The counts of the measured steps. Calls are counted in a run of their own: dispatch is made of calls, too."""
-    steps, arguments = Steps(calls), dict[str, Any]()
+def run(kind: str, precision: str, accumulation: int, healed: bool) -> Steps:
+    """
+    The counts of a run. A plain one needs no baselines, and its counts come again with each period, but where rows are
+    generated: there no two steps are alike.
+    """
+    alike = not healed and kind != "grpo"
+    warm, calls = (WARM % PERIOD, PERIOD) if alike else (WARM, MEASURED)
+    steps, arguments = Steps(warm, calls), dict[str, Any]()
     if precision == "lora":
         adapter = {"peft_config": LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])}
         arguments["trainer_kwargs"] = adapter | ({"ref_model": None} if kind == "dpo" else {})
@@ -143,8 +153,8 @@ def run(kind: str, precision: str, accumulation: int, healed: bool, calls: bool)
             Path(directory),
             build_tokenizer(),
             # The last callback: what ours does at the end of a step is counted to that step.
-            callbacks=[*([SelfHealingCallback({"snapshot_interval": SNAPSHOTS_EVERY})] if healed else []), steps],
-            max_steps=WARM + MEASURED,
+            callbacks=[*([SelfHealingCallback({"snapshot_interval": PERIOD})] if healed else []), steps],
+            max_steps=warm + calls + PERIOD,
             gradient_accumulation_steps=accumulation,
             logging_steps=1000,
             save_strategy="no",
@@ -156,23 +166,20 @@ def run(kind: str, precision: str, accumulation: int, healed: bool, calls: bool)
                 trainer.train()
         finally:
             steps.stop()
-    return steps.steps
+    return steps
 
 
 def added(kind: str, precision: str, accumulation: int) -> dict[str, float]:
     """What healing adds to a healthy step, the mean over the measured steps without a snapshot."""
+    plain, healed = (run(kind, precision, accumulation, healed) for healed in (False, True))
     found: dict[str, float] = {}
-    for calls in (False, True):
-        plain = run(kind, precision, accumulation, healed=False, calls=calls)
-        healed = run(kind, precision, accumulation, healed=True, calls=calls)
-        pairs = [
-            (ours, theirs)
-            for number, (ours, theirs) in enumerate(zip(healed, plain, strict=True), start=WARM)
-            # A snapshot is taken as a step begins, after the end of the one before.
-            if number % SNAPSHOTS_EVERY
-        ]
-        for name in ("calls",) if calls else ("synchronisations", "kernels"):
-            found[name] = round(mean(getattr(ours, name) - getattr(theirs, name) for ours, theirs in pairs), 2)
+    for name in ("synchronisations", "kernels", "calls"):
+        part = "calls" if name == "calls" else "operators"
+        ours, theirs = getattr(healed, part), getattr(plain, part)
+        # A snapshot is taken as a step begins, after the end of the one before.
+        numbers = [number for number in range(len(ours)) if (WARM + number) % PERIOD]
+        differences = (getattr(ours[each], name) - getattr(theirs[each % len(theirs)], name) for each in numbers)
+        found[name] = round(mean(differences), 2)
     return found
 
 

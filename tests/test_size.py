@@ -68,6 +68,7 @@ def docstring_lines(tree: ast.AST) -> set[int]:
     return found
 
 
+@cache
 def code_lines(path: Path) -> set[int]:
     found: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(sources()[path]).readline):
