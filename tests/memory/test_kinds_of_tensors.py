@@ -18,8 +18,7 @@ from conftest import (
 from torch.testing._internal.two_tensor import TwoTensor
 
 from self_healing import HealingConfig, SelfHealingCallback
-from self_healing.hf.state import LiveState, WeightSearch
-from self_healing.rollback.host_memory import TensorCopy
+from self_healing.hf.state import LiveState
 from self_healing.rollback.ring import SnapshotRing
 
 
@@ -104,71 +103,6 @@ class TestQuantised:
         tensor = quantised(1.0)
         tensor.b[0, 0] = torch.nan
         assert SnapshotRing().take(LiveState({"w": tensor}, {}, None, {}), 0, {}).nonfinite() == ["w.b"]
-
-
-class Projector:
-    """What GaLore and APOLLO keep of a parameter: an object with tensors in it."""
-
-    def __init__(self, parent: Any) -> None:
-        self.rank, self.parent = 4, parent
-        self.ortho_matrix = [torch.full((3, 2), 1.0), torch.full((2, 3), 2.0)]
-
-
-class TestInObjects:
-    def test_tensors_are_copied_to_host_memory_and_put_back(self) -> None:
-        parameter = torch.nn.Parameter(torch.ones(3, 2))
-        optimizer = torch.optim.SGD([parameter])
-        projector = optimizer.state[parameter]["projector"] = Projector(None)
-        projector.parent = projector
-        ring = SnapshotRing()
-        snapshot = ring.take(LiveState({"w": parameter.detach()}, {}, optimizer, {}), 0, {})
-        kept = snapshot.states[0][1]["projector"]
-        assert [type(each) for each in kept.ortho_matrix] == [TensorCopy, TensorCopy]
-        assert snapshot.block is not None
-        assert all(snapshot.block.offset_of(each.host) is not None for each in kept.ortho_matrix)
-        for _ in range(2):
-            for each in optimizer.state[parameter]["projector"].ortho_matrix:
-                each.zero_()
-            ring.restore(snapshot, LiveState({"w": parameter.detach()}, {}, optimizer, {}))
-            found = optimizer.state[parameter]["projector"]
-            assert (found.rank, found.parent) == (4, found)
-            assert torch.equal(found.ortho_matrix[0], torch.full((3, 2), 1.0))
-            assert torch.equal(found.ortho_matrix[1], torch.full((2, 3), 2.0))
-
-
-class TestSearchedAgainAndAgain:
-    """Weights are looked at before each generation, and are listed once."""
-
-    def searched(self) -> tuple[Any, WeightSearch]:
-        model = torch.nn.Module()
-        model.first, model.second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-        search = WeightSearch(model)
-        assert search.finds_nothing()
-        return model, search
-
-    def test_a_layer_in_the_place_of_another_one_is_searched(self) -> None:
-        model, search = self.searched()
-        was = id(model.second)
-        del model.second
-        # One of these takes its memory, and its `id` with that, if nobody holds it.
-        made = [torch.nn.Linear(2, 2) for _ in range(100)]
-        model.second = next((each for each in made if id(each) == was), made[0])
-        model.second.weight.data.fill_(torch.nan)
-        assert not search.finds_nothing()
-
-    def test_infinity_is_wrong_in_a_parameter_from_when_it_is_trained(self) -> None:
-        model, search = self.searched()
-        model.second.weight.requires_grad_(False).fill_(-torch.inf)
-        assert search.finds_nothing()
-        model.second.weight.requires_grad_(True)
-        assert not search.finds_nothing()
-
-    def test_what_was_emptied_meanwhile_is_left_out(self) -> None:
-        model, search = self.searched()
-        model.first.weight.data = torch.empty(0)
-        assert search.finds_nothing()
-        model.second.bias.data.fill_(torch.nan)
-        assert not search.finds_nothing()
 
 
 class TestOffloaded:

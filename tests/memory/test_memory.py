@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import json
 import math
@@ -32,6 +33,7 @@ from conftest import (
     rloo_trainer,
     sft_trainer,
     slowly,
+    tiny_model,
     weights,
 )
 from constants import settings_among
@@ -110,6 +112,22 @@ def run(
     return trainer, struck
 
 
+PlainRun = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> PlainRun:
+    """Gives a run without this library; each is trained once, and nobody changes it."""
+
+    @functools.cache
+    def trained(build: Callable[..., Any], **arguments: Any) -> Any:
+        trainer = build(tmp_path_factory.mktemp("plain"), tokenizer, **arguments)
+        trainer.train()
+        return trainer
+
+    return trained
+
+
 def values(trainer: Any, name: str) -> list[Any]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
@@ -141,35 +159,36 @@ def assert_same_weights_but_for_rounding(healed: Any, plain: Any) -> None:
 class TestForward:
     @pytest.mark.heals("out_of_memory", "callback")
     @pytest.mark.parametrize("rows", [1, 2, 3])
-    def test_sft_goes_on_with_fewer_rows_at_a_time(self, tmp_path: Path, tokenizer: Any, rows: int) -> None:
-        plain = sft_trainer(tmp_path / "plain", tokenizer, dropout=0.0, max_steps=10)
-        plain.train()
+    def test_sft_goes_on_with_fewer_rows_at_a_time(
+        self, tmp_path: Path, tokenizer: Any, plain_run: PlainRun, rows: int
+    ) -> None:
         healed, memory = run(
             sft_trainer,
             tmp_path / "healed",
             tokenizer,
             lambda model: TooManyRows(model, rows),
             dropout=0.0,
-            max_steps=10,
+            max_steps=4,
         )
-        assert_same_run(healed, plain)
+        assert_same_run(healed, plain_run(sft_trainer, dropout=0.0, max_steps=4))
         # Once more at full size; then 4 rows are halved.
         assert failures_until_it_fits(memory, tmp_path / "healed") == (3 if rows == 1 else 2)
         (outcome,) = journal(tmp_path / "healed", "outcome")
         assert (outcome["failure"], outcome["outcome"], outcome["steps_lost"]) == ("out_of_memory", "resolved", 0)
 
     @pytest.mark.parametrize("name", list(BUILDERS))
-    def test_every_trainer_halves_what_does_not_fit(self, tmp_path: Path, tokenizer: Any, name: str) -> None:
-        plain = BUILDERS[name](tmp_path / "plain", tokenizer, dropout=0.0)
-        plain.train()
+    def test_every_trainer_halves_what_does_not_fit(
+        self, tmp_path: Path, tokenizer: Any, plain_run: PlainRun, name: str
+    ) -> None:
         online = name in ("GRPOTrainer", "RLOOTrainer")
 
         def memory_of(model: Any) -> TooManyRows:
             # Generation has a test of its own: split, it draws other tokens.
             return TooManyRows(model, 1, unless=lambda: online and not torch.is_grad_enabled())
 
-        healed, memory = run(BUILDERS[name], tmp_path / "healed", tokenizer, memory_of, dropout=0.0)
-        assert_same_run(healed, plain)
+        settings = {"dropout": 0.0, "max_steps": 3}
+        healed, memory = run(BUILDERS[name], tmp_path / "healed", tokenizer, memory_of, **settings)
+        assert_same_run(healed, plain_run(BUILDERS[name], **settings))
         assert 0 < failures_until_it_fits(memory, tmp_path / "healed") <= 1 + math.log2(max(memory.seen))
         assert sum(outcome["steps_lost"] for outcome in journal(tmp_path / "healed", "outcome")) == 0
 
@@ -188,14 +207,14 @@ class TestForward:
     def test_a_loss_that_compares_rows_stays_the_same(
         self, tmp_path: Path, tokenizer: Any, name: str, settings: dict[str, Any]
     ) -> None:
-        plain = BUILDERS[name](tmp_path / "plain", tokenizer, dropout=0.0, **settings)
+        settings = {"dropout": 0.0, "max_steps": 3, **settings}
+        plain = BUILDERS[name](tmp_path / "plain", tokenizer, **settings)
         plain.train()
         healed, memory = run(
             BUILDERS[name],
             tmp_path / "healed",
             tokenizer,
             lambda model: TooManyRows(model, 2, unless=lambda: not torch.is_grad_enabled()),
-            dropout=0.0,
             **settings,
         )
         assert memory.fired
@@ -203,18 +222,16 @@ class TestForward:
         assert sum(outcome["steps_lost"] for outcome in journal(tmp_path / "healed", "outcome")) == 0
 
     @pytest.mark.heals("out_of_memory", "wrapper")
-    def test_the_wrapper_does_the_same(self, tmp_path: Path, tokenizer: Any) -> None:
-        plain = sft_trainer(tmp_path / "plain", tokenizer, dropout=0.0)
-        plain.train()
-        trainer = sft_trainer(tmp_path / "healed", tokenizer, dropout=0.0)
+    def test_the_wrapper_does_the_same(self, tmp_path: Path, tokenizer: Any, plain_run: PlainRun) -> None:
+        trainer = sft_trainer(tmp_path / "healed", tokenizer, dropout=0.0, max_steps=4)
         memory = TooManyRows(trainer.model, 2)
         SelfHealingTrainer(trainer).train()
-        assert_same_run(trainer, plain)
+        assert_same_run(trainer, plain_run(sft_trainer, dropout=0.0, max_steps=4))
         assert failures_until_it_fits(memory, tmp_path / "healed") == 2
 
     def test_what_was_split_is_told(self, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level("INFO", "self_healing")
-        healed, _ = run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, 1))
+        healed, _ = run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, 1), max_steps=3)
         assert values(healed, "healing/split_into")[-1] == 4
         (detected,) = journal(tmp_path, "detected")
         assert detected["evidence"]["requested_bytes"] == int(2.5 * 2**30)
@@ -237,7 +254,7 @@ class TestForward:
         assert memory.fired <= 6
 
     def test_afterwards_the_trainer_is_its_plain_self(self, tmp_path: Path, tokenizer: Any) -> None:
-        healed, _ = run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, 1))
+        healed, _ = run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, 1), max_steps=2)
         assert "_call_impl" not in vars(healed.model)
         assert "generate" not in vars(healed.model)
         assert "prediction_step" not in vars(healed)
@@ -262,7 +279,7 @@ class TestForward:
 
         gc.disable()
         try:
-            _, fault = run(sft_trainer, tmp_path, tokenizer, Holding)
+            _, fault = run(sft_trainer, tmp_path, tokenizer, Holding, max_steps=2)
         finally:
             gc.enable()
         assert fault.alive is False
@@ -359,17 +376,16 @@ class TestThroughput:
 
 class TestBackward:
     @pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer", "GRPOTrainer"])
-    def test_of_the_second_micro_batch(self, tmp_path: Path, tokenizer: Any, name: str) -> None:
-        plain = BUILDERS[name](tmp_path / "plain", tokenizer, dropout=0.0)
-        plain.train()
+    def test_of_the_second_micro_batch(self, tmp_path: Path, tokenizer: Any, plain_run: PlainRun, name: str) -> None:
+        settings = {"dropout": 0.0, "max_steps": 3}
         healed, memory = run(
             BUILDERS[name],
             tmp_path / "healed",
             tokenizer,
             lambda model: TooManyRowsBackward(model, 2, first=2),
-            dropout=0.0,
+            **settings,
         )
-        assert_same_run(healed, plain)
+        assert_same_run(healed, plain_run(BUILDERS[name], **settings))
         assert 0 < failures_until_it_fits(memory, tmp_path / "healed") <= 3
         (detected,) = journal(tmp_path / "healed", "detected")
         assert detected["evidence"]["place"] == "backward"
@@ -426,11 +442,12 @@ class TestGeneration:
 
 class TestTransient:
     @pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer", "GRPOTrainer"])
-    def test_is_tried_once_more_at_full_size_bitwise(self, tmp_path: Path, tokenizer: Any, name: str) -> None:
-        plain = BUILDERS[name](tmp_path / "plain", tokenizer)
-        plain.train()
+    def test_is_tried_once_more_at_full_size_bitwise(
+        self, tmp_path: Path, tokenizer: Any, plain_run: PlainRun, name: str
+    ) -> None:
+        plain = plain_run(BUILDERS[name], max_steps=3)
         healed, memory = run(
-            BUILDERS[name], tmp_path / "healed", tokenizer, lambda model: TooManyRows(model, 3, times=1)
+            BUILDERS[name], tmp_path / "healed", tokenizer, lambda model: TooManyRows(model, 3, times=1), max_steps=3
         )
         assert memory.fired == 1
         assert_same_weights(weights(healed), weights(plain))
@@ -476,14 +493,14 @@ class NoRoomForMoments:
         monkeypatch.setattr(torch, "zeros_like", zeros_like)
 
 
-class TestOptimizerStep:
-    def build(self, directory: Path, tokenizer: Any, config: HealingConfig | None = None, **faults: Any) -> Any:
-        trainer = sft_trainer(
-            directory, tokenizer, max_steps=14, callbacks=None if config is None else [SelfHealingCallback(config)]
-        )
-        trainer.optimizer = HalfWay(trainer.model.parameters(), lr=1e-3, **faults)
-        return trainer
+def half_way(directory: Path, tokenizer: Any, config: HealingConfig | None = None, **faults: Any) -> Any:
+    callbacks = None if config is None else [SelfHealingCallback(config)]
+    trainer = sft_trainer(directory, tokenizer, callbacks=callbacks, max_steps=14, gradient_accumulation_steps=1)
+    trainer.optimizer = HalfWay(trainer.model.parameters(), lr=1e-3, **faults)
+    return trainer
 
+
+class TestOptimizerStep:
     @pytest.mark.heals("optimizer_memory", "callback")
     @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
     @pytest.mark.parametrize(
@@ -494,12 +511,18 @@ class TestOptimizerStep:
         ],
     )
     def test_while_its_state_is_made_it_is_taken_again_bitwise(
-        self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, nth: int, weights_are: str, optim: str
+        self,
+        tmp_path: Path,
+        tokenizer: Any,
+        plain_run: PlainRun,
+        monkeypatch: pytest.MonkeyPatch,
+        nth: int,
+        weights_are: str,
+        optim: str,
     ) -> None:
-        plain = sft_trainer(tmp_path / "plain", tokenizer, optim=optim)
-        plain.train()
+        plain = plain_run(sft_trainer, optim=optim, max_steps=3)
         fault = NoRoomForMoments(monkeypatch, nth)
-        healed, _ = run(sft_trainer, tmp_path / "healed", tokenizer, optim=optim)
+        healed, _ = run(sft_trainer, tmp_path / "healed", tokenizer, optim=optim, max_steps=3)
         assert fault.made > nth
         assert_same_weights(weights(healed), weights(plain))
         assert losses(healed) == losses(plain)
@@ -508,22 +531,21 @@ class TestOptimizerStep:
         actions = [event["action"] for event in journal(tmp_path / "healed", "action")]
         assert ("roll_back" in actions) == (weights_are == "half updated")
 
-    def test_later_it_is_undone_from_the_copy_bitwise(self, tmp_path: Path, tokenizer: Any) -> None:
-        plain = self.build(tmp_path / "plain", tokenizer, times=0)
-        plain.train()
+    def test_later_it_is_undone_from_the_copy_bitwise(
+        self, tmp_path: Path, tokenizer: Any, plain_run: PlainRun
+    ) -> None:
+        plain = plain_run(half_way, times=0)
         config = HealingConfig(on_oom="backup", snapshots=False)
-        healed = self.build(tmp_path / "healed", tokenizer, config, fails_at=10)
+        healed = half_way(tmp_path / "healed", tokenizer, config, fails_at=10)
         healed.train()
         assert_same_weights(weights(healed), weights(plain))
         assert losses(healed) == losses(plain)
 
     @pytest.mark.heals("optimizer_memory", "callback")
     def test_later_without_a_copy_the_run_goes_back_and_says_what_it_cost(
-        self, tmp_path: Path, tokenizer: Any
+        self, tmp_path: Path, tokenizer: Any, plain_run: PlainRun
     ) -> None:
-        plain = self.build(tmp_path / "plain", tokenizer, times=0)
-        plain.train()
-        healed = self.build(tmp_path / "healed", tokenizer, HealingConfig(), fails_at=10)
+        healed = half_way(tmp_path / "healed", tokenizer, HealingConfig(), fails_at=10)
         healed.train()
         assert healed.state.global_step == 14
         (outcome,) = journal(tmp_path / "healed", "outcome")
@@ -531,7 +553,7 @@ class TestOptimizerStep:
         assert actions[:2] == ["free_memory", "roll_back"]
         # The steps since the trusted state could be applied again, this one included.
         assert outcome["steps_lost"] == 0
-        assert_same_weights(weights(healed), weights(plain))
+        assert_same_weights(weights(healed), weights(plain_run(half_way, times=0)))
 
     def test_again_and_again_is_never_saved_half_updated(self, tmp_path: Path, tokenizer: Any) -> None:
         kept: list[dict[str, torch.Tensor]] = []
@@ -540,11 +562,11 @@ class TestOptimizerStep:
             def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
                 kept.append({name: value.detach().clone() for name, value in model.named_parameters()})
 
-        plain = self.build(tmp_path / "plain", tokenizer, times=0)
+        plain = half_way(tmp_path / "plain", tokenizer, times=0)
         plain.add_callback(Keeping())
         plain.train()
         config = HealingConfig(snapshot_interval=2, snapshot_verify_steps=2)
-        healed = self.build(tmp_path / "healed", tokenizer, config, fails_at=10, times=100)
+        healed = half_way(tmp_path / "healed", tokenizer, config, fails_at=10, times=100)
         with pytest.raises(UnrecoverableTrainingError, match=r"optimizer.step\(\)"):
             healed.train()
         saved = json.loads((tmp_path / "healed" / "postmortem.json").read_text())["emergency_checkpoint"]
@@ -563,14 +585,14 @@ class TestOptimizerStep:
                     raise out_of_memory(0)
                 return super().step(closure)
 
-        trainer = sft_trainer(tmp_path, tokenizer, max_steps=14, callbacks=[SelfHealingCallback()])
+        trainer = sft_trainer(tmp_path, tokenizer, max_steps=4, callbacks=[SelfHealingCallback()])
         trainer.optimizer = AllAtOnce(trainer.model.parameters(), lr=1e-3, foreach=None)
         trainer.train()
-        assert trainer.state.global_step == 14
+        assert trainer.state.global_step == 4
         assert trainer.optimizer.param_groups[0]["foreach"] is None
 
     def test_without_any_state_to_go_back_to_the_error_says_so(self, tmp_path: Path, tokenizer: Any) -> None:
-        healed = self.build(tmp_path, tokenizer, HealingConfig(snapshots=False), fails_at=10)
+        healed = half_way(tmp_path, tokenizer, HealingConfig(snapshots=False), fails_at=10)
         with pytest.raises(UnrecoverableTrainingError, match="some weights and not others") as caught:
             healed.train()
         assert "NaN" not in str(caught.value)
@@ -610,7 +632,7 @@ class TestOptimizerStep:
         assert_same_weights(weights(healed), weights(plain))
 
     def test_again_and_again_ends_with_an_error(self, tmp_path: Path, tokenizer: Any) -> None:
-        healed = self.build(tmp_path, tokenizer, HealingConfig(), fails_at=3, times=100)
+        healed = half_way(tmp_path, tokenizer, HealingConfig(), fails_at=3, times=100)
         with pytest.raises(UnrecoverableTrainingError, match=r"optimizer.step\(\)"):
             healed.train()
 
@@ -620,10 +642,9 @@ def checkpoints_activations(model: Any) -> bool:
 
 
 class TestOneRow:
-    def test_that_does_not_fit_ends_with_the_sizes_and_a_checkpoint(self, tmp_path: Path, tokenizer: Any) -> None:
-        plain = sft_trainer(tmp_path / "plain", tokenizer, max_steps=6)
-        plain.train()
-
+    def test_that_does_not_fit_ends_with_the_sizes_and_a_checkpoint(
+        self, tmp_path: Path, tokenizer: Any, plain_run: PlainRun
+    ) -> None:
         trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=6)
         memory = TooManyRows(trainer.model, 0, unless=lambda: trainer.state.global_step < 3)
         with pytest.raises(UnrecoverableTrainingError) as caught:
@@ -642,15 +663,14 @@ class TestOneRow:
         # On a device with more memory; in the same directory the rows would be split, and dropout draw other masks.
         fresh = sft_trainer(tmp_path / "fresh", tokenizer, max_steps=6)
         SelfHealingTrainer(fresh).train(resume_from_checkpoint=saved)
-        assert_same_weights(weights(fresh), weights(plain))
+        assert_same_weights(weights(fresh), weights(plain_run(sft_trainer, max_steps=6)))
 
-    def test_activation_checkpointing_makes_room(self, tmp_path: Path, tokenizer: Any) -> None:
-        plain = sft_trainer(tmp_path / "plain", tokenizer, dropout=0.0)
-        plain.train()
-        trainer = sft_trainer(tmp_path / "healed", tokenizer, dropout=0.0, callbacks=[SelfHealingCallback()])
+    def test_activation_checkpointing_makes_room(self, tmp_path: Path, tokenizer: Any, plain_run: PlainRun) -> None:
+        settings = {"dropout": 0.0, "max_steps": 4}
+        trainer = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback()], **settings)
         memory = TooManyRows(trainer.model, 0, unless=lambda: checkpoints_activations(trainer.model))
         trainer.train()
-        assert_same_run(trainer, plain)
+        assert_same_run(trainer, plain_run(sft_trainer, **settings))
         assert memory.fired
         assert not checkpoints_activations(trainer.model)
         actions = [event["action"] for event in journal(tmp_path / "healed", "action")]
@@ -675,27 +695,26 @@ class LossOfFewRows:
 
 class TestSmallerBatch:
     def test_the_wrapper_goes_on_with_a_smaller_batch_and_more_accumulation(
-        self, tmp_path: Path, tokenizer: Any
+        self, tmp_path: Path, tokenizer: Any, plain_run: PlainRun
     ) -> None:
-        plain = sft_trainer(tmp_path / "plain", tokenizer, dropout=0.0, max_steps=12)
-        plain.train()
-        trainer = sft_trainer(tmp_path / "healed", tokenizer, dropout=0.0, max_steps=12)
+        # Into the second epoch.
+        plain = plain_run(sft_trainer, dropout=0.0, max_steps=9)
+        trainer = sft_trainer(tmp_path / "healed", tokenizer, dropout=0.0, max_steps=9)
         memory = LossOfFewRows(trainer, 2)
         SelfHealingTrainer(trainer).train()
 
         assert memory.fired
         assert (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps) == (2, 4)
-        assert trainer.state.global_step == 12
+        assert trainer.state.global_step == 9
         assert losses(trainer) == pytest.approx(losses(plain), rel=1e-5)
         assert values(trainer, "num_tokens") == values(plain, "num_tokens")
         assert_same_weights_but_for_rounding(trainer, plain)
         outcomes = journal(tmp_path / "healed", "outcome")
         assert sum(outcome["steps_lost"] for outcome in outcomes) == 0
 
-    def test_in_the_middle_of_an_epoch(self, tmp_path: Path, tokenizer: Any) -> None:
-        plain = sft_trainer(tmp_path / "plain", tokenizer, dropout=0.0, max_steps=12)
-        plain.train()
-        trainer = sft_trainer(tmp_path / "healed", tokenizer, dropout=0.0, max_steps=12)
+    def test_in_the_middle_of_an_epoch(self, tmp_path: Path, tokenizer: Any, plain_run: PlainRun) -> None:
+        plain = plain_run(sft_trainer, dropout=0.0, max_steps=9)
+        trainer = sft_trainer(tmp_path / "healed", tokenizer, dropout=0.0, max_steps=9)
         original = trainer.compute_loss
         fired = []
 
@@ -727,18 +746,16 @@ class TestSmallerBatch:
 class TestSizes:
     @pytest.mark.parametrize("rows", [1, 2])
     def test_are_known_in_the_next_process(self, tmp_path: Path, tokenizer: Any, rows: int) -> None:
-        run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, rows))
+        run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, rows), max_steps=3)
         assert (tmp_path / SIZES_FILE).exists()
-        healed, memory = run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, rows))
+        healed, memory = run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, rows), max_steps=3)
         assert memory.fired == 0
-        assert healed.state.global_step == 6
+        assert healed.state.global_step == 3
 
     def test_of_another_model_are_not_used(self, tmp_path: Path, tokenizer: Any) -> None:
-        from conftest import tiny_model
-
-        run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, 2))
-        smaller = tiny_model(tokenizer, num_hidden_layers=1)
-        _, memory = run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, 99), model=smaller)
+        run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, 2), max_steps=3)
+        settings = {"model": tiny_model(tokenizer, num_hidden_layers=1), "max_steps": 3}
+        _, memory = run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, 99), **settings)
         assert set(memory.seen) == {4}
 
     def test_that_cannot_be_read_do_no_harm(self, tmp_path: Path, tokenizer: Any) -> None:
@@ -756,7 +773,8 @@ class TestSizes:
             memory.unless = lambda: len(memory.seen) > 40
             return memory
 
-        healed, memory = run(sft_trainer, tmp_path, tokenizer, memory_of, config, max_steps=40)
+        arguments = {"max_steps": 40, "gradient_accumulation_steps": 1}
+        healed, memory = run(sft_trainer, tmp_path, tokenizer, memory_of, config, **arguments)
         assert healed.state.global_step == 40
         assert memory.seen[-1] == 4
 
@@ -874,10 +892,9 @@ class TestEvaluation:
 class TestWithOtherFaults:
     @pytest.mark.parametrize("forward", [3, *slowly(4)])
     def test_memory_that_runs_out_while_a_nan_is_looked_into(
-        self, tmp_path: Path, tokenizer: Any, forward: int
+        self, tmp_path: Path, tokenizer: Any, plain_run: PlainRun, forward: int
     ) -> None:
-        plain = sft_trainer(tmp_path / "plain", tokenizer)
-        plain.train()
+        plain = plain_run(sft_trainer, max_steps=6)
         trainer = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback()])
         OutputFault(trainer.model, lambda number: number == 2)
         memory = TooManyRows(trainer.model, 3, times=1, unless=lambda: len(memory.seen) != forward)
@@ -914,7 +931,7 @@ class TestWhatIsTheUsers:
                         self.of_the_model = model(input_ids=rows).logits
 
         copying = Copying()
-        trainer = plain_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(), copying])
+        trainer = plain_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(), copying], max_steps=3)
         TooManyRows(trainer.model, 1)
         trainer.train()
         assert copying.of_the_copy.abs().sum() == 0
@@ -976,7 +993,7 @@ class TestOtherwise:
         assert "training_step" not in vars(trainer)
 
     def test_the_wrapper_tries_once_more_what_ran_out_of_memory_elsewhere(
-        self, tmp_path: Path, tokenizer: Any
+        self, tmp_path: Path, tokenizer: Any, plain_run: PlainRun
     ) -> None:
         class Greedy(TrainerCallback):
             fired = 0
@@ -986,24 +1003,28 @@ class TestOtherwise:
                     self.fired += 1
                     raise out_of_memory(0)
 
-        plain = sft_trainer(tmp_path / "plain", tokenizer)
-        plain.train()
         trainer = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[Greedy()])
         SelfHealingTrainer(trainer).train()
-        assert_same_weights(weights(trainer), weights(plain))
+        assert_same_weights(weights(trainer), weights(plain_run(sft_trainer, max_steps=6)))
 
     @pytest.mark.parametrize("auto_find", [True, pytest.param(False, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("build", [plain_trainer, *slowly(sft_trainer)])
     @pytest.mark.parametrize("fitting", [2, pytest.param(1, marks=pytest.mark.slow)])
     def test_what_runs_out_elsewhere_again_and_again_gets_a_smaller_batch(
-        self, tmp_path: Path, tokenizer: Any, build: Callable[..., Any], auto_find: bool, fitting: int
+        self,
+        tmp_path: Path,
+        tokenizer: Any,
+        plain_run: PlainRun,
+        build: Callable[..., Any],
+        auto_find: bool,
+        fitting: int,
     ) -> None:
-        plain = build(tmp_path / "plain", tokenizer, dropout=0.0)
-        plain.train()
+        plain = plain_run(build, dropout=0.0, max_steps=4)
         trainer = build(
             tmp_path / "healed",
             tokenizer,
             dropout=0.0,
+            max_steps=4,
             auto_find_batch_size=auto_find,
             callbacks=[GreedyAbove(fitting, "on_step_end")],
         )

@@ -13,13 +13,10 @@ from conftest import (
     dpo_trainer,
     grpo_trainer,
     plain_trainer,
-    reward_trainer,
-    rloo_trainer,
     sft_trainer,
 )
 from test_memory import TooManyRows, assert_same_run, run
 from transformers import DataCollatorWithFlattening
-from trl import SFTTrainer
 
 from self_healing.healers.oom.microbatches import Microbatches
 
@@ -66,15 +63,9 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "rows", "settings", "rule"),
     [
-        pytest.param(sft_trainer, 2, {}, "one", id="SFT"),
-        pytest.param(plain_trainer, 2, {}, "one", id="the Trainer"),
         pytest.param(plain_trainer, 2, {"items": False}, "labels", id="the Trainer, a mean over labels"),
-        pytest.param(dpo_trainer, 4, {}, "rows", id="DPO"),
-        pytest.param(reward_trainer, 4, {}, "rows", marks=SLOW, id="a reward model"),
-        pytest.param(grpo_trainer, 2, {}, "one", marks=SLOW, id="GRPO, a sum over the tokens of all ranks"),
         pytest.param(grpo_trainer, 2, {"loss_type": "grpo"}, "rows", marks=SLOW, id="GRPO, a mean over rows"),
         pytest.param(grpo_trainer, 2, {"loss_type": "bnpo"}, "labels", id="GRPO, a mean over tokens"),
-        pytest.param(rloo_trainer, 2, {}, "rows", marks=SLOW, id="RLOO"),
         pytest.param(adapter_trainer, 2, {}, "one", id="LoRA, of whose tensors half have no gradient yet"),
     ],
 )
@@ -155,16 +146,3 @@ def test_sequences_of_a_flattened_batch_stay_whole(tmp_path: Path, tokenizer: An
     assert set(memory.seen[-4:]) == {48}
     assert_same_run(healed, plain)
     assert made[0]._rules == ["one"]
-
-
-@pytest.mark.slow
-def test_a_loss_of_ones_own_is_not_weighed(tmp_path: Path, tokenizer: Any, made: Any) -> None:
-    class Own(SFTTrainer):
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            return super().compute_loss(model, inputs, *args, **kwargs) ** 2
-
-    def build(*args: Any, **settings: Any) -> Any:
-        return sft_trainer(*args, trainer_class=Own, **settings)
-
-    healed_as_plain(build, tmp_path, tokenizer, 2)
-    assert made == []
