@@ -15,11 +15,11 @@ from conftest import (
     journal,
     logged,
     sft_trainer,
+    slowly,
     weights,
 )
 
 from self_healing import HealingConfig, SelfHealingCallback
-from self_healing.rollback.ring import SnapshotRing
 
 
 FAULTS: dict[str, Callable[[Any, Callable[[int], bool]], Any]] = {
@@ -42,10 +42,7 @@ def assert_no_trace(trainer: Any, undisturbed: Any, output_dir: Path) -> None:
     assert sum(event["steps_lost"] for event in journal(output_dir, "outcome")) == 0
 
 
-# ---- computing the step again ----
-
-
-@pytest.mark.parametrize("second", ["nan", "exception"])
+@pytest.mark.parametrize("second", ["nan", *slowly("exception")])
 def test_computing_the_step_again_outlasts_a_second_fault(
     tmp_path: Path, tokenizer: Any, undisturbed: Any, second: str
 ) -> None:
@@ -57,26 +54,6 @@ def test_computing_the_step_again_outlasts_a_second_fault(
     assert (first.fired, struck.fired) == (1, 1)
     assert_no_trace(trainer, undisturbed, tmp_path)
     assert journal(tmp_path, "diagnosed")[-1]["failure"] in ("nonfinite_transient", "out_of_memory")
-
-
-# ---- looking for the row ----
-
-
-def test_looking_for_the_row_outlasts_a_second_fault(tmp_path: Path, tokenizer: Any, undisturbed: Any) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, max_steps=12, callbacks=[SelfHealingCallback()])
-    # The first lasts until the step has been computed again (two forwards); the next forward is of the bisection.
-    first = OutputFault(trainer.model, strike=lambda forward: 8 <= forward <= 10)
-    struck = FAULTS["oom"](trainer.model, lambda forward: forward == 11)
-    trainer.train()
-    assert (first.fired, struck.fired) == (3, 1)
-    assert_no_trace(trainer, undisturbed, tmp_path)
-    assert not (tmp_path / "quarantine.jsonl").exists()
-
-
-# ---- a gradient that stands far out ----
-
-
-# ---- going back, and applying the steps since then again ----
 
 
 class WeightFault:
@@ -99,7 +76,7 @@ class WeightFault:
 QUICK = HealingConfig(snapshot_interval=2, snapshot_verify_steps=2)
 
 
-@pytest.mark.parametrize("second", ["nan", "oom"])
+@pytest.mark.parametrize("second", ["oom", *slowly("nan")])
 def test_steps_that_are_applied_again_outlast_a_second_fault(
     tmp_path: Path, tokenizer: Any, undisturbed: Any, second: str
 ) -> None:
@@ -111,24 +88,4 @@ def test_steps_that_are_applied_again_outlast_a_second_fault(
     assert (corrupted.fired, struck.fired) == (1, 1)
     (event,) = [event for event in journal(tmp_path, "action") if event["action"] == "replay_steps"]
     assert event["replayed"] >= 1
-    assert_no_trace(trainer, undisturbed, tmp_path)
-
-
-def test_a_state_that_cannot_be_put_in_place_is_tried_again(
-    tmp_path: Path, tokenizer: Any, undisturbed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, max_steps=12, callbacks=[SelfHealingCallback(QUICK)])
-    WeightFault(trainer.model, forward=19)
-    failed: list[Any] = []
-    original = SnapshotRing.restore
-
-    def restore(ring: Any, snapshot: Any, live: Any) -> None:
-        if not failed:
-            failed.append(snapshot)
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        original(ring, snapshot, live)
-
-    monkeypatch.setattr(SnapshotRing, "restore", restore)
-    trainer.train()
-    assert failed
     assert_no_trace(trainer, undisturbed, tmp_path)

@@ -25,6 +25,7 @@ from conftest import (
     weights,
 )
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from self_healing import (
@@ -57,14 +58,18 @@ def rollbacks(directory: Path) -> list[dict[str, Any]]:
     return [event for event in journal(directory, "action") if event["action"] == "roll_back"]
 
 
-CONVERGED = {"max_steps": 120, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "eval_strategy": "no"}
+CONVERGED = {
+    "max_steps": 90,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "eval_strategy": "no",
+}
 
 
 @pytest.fixture(scope="module")
-def fault_free(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from conftest import build_tokenizer
-
-    trainer = plain_trainer(tmp_path_factory.mktemp("plain"), build_tokenizer(), **CONVERGED)
+def fault_free(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Any:
+    trainer = plain_trainer(tmp_path_factory.mktemp("plain"), tokenizer, **CONVERGED)
     trainer.train()
     return held_out_loss(trainer)
 
@@ -79,7 +84,7 @@ class TestCorruptedWeights:
         trainer.train()
 
         assert fault.fired == [60]
-        assert trainer.state.global_step == 120
+        assert trainer.state.global_step == CONVERGED["max_steps"]
         assert held_out_loss(trainer) == fault_free
         (outcome,) = journal(tmp_path, "outcome")
         assert (outcome["failure"], outcome["outcome"]) == ("corrupted_state", "resolved")
@@ -109,22 +114,6 @@ class TestCorruptedWeights:
 
         assert caught.value.failure == "corrupted_state"
         assert [event.get("state") for event in rollbacks(tmp_path)][:3] == ["newest", "older", "disk"]
-
-    @pytest.mark.slow
-    def test_of_the_last_step_are_not_handed_over_as_trained(self, tmp_path: Path, tokenizer: Any) -> None:
-        plain = sft_trainer(tmp_path / "plain", tokenizer, max_steps=20)
-        plain.train()
-        healed = sft_trainer(
-            tmp_path / "healed",
-            tokenizer,
-            callbacks=[WeightFault(a_few_nans, 20), SelfHealingCallback()],
-            max_steps=20,
-        )
-        healed.train()
-
-        assert_same_weights(weights(healed), weights(plain))
-        (outcome,) = journal(tmp_path / "healed", "outcome")
-        assert (outcome["failure"], outcome["steps_lost"]) == ("corrupted_state", 0)
 
     @pytest.mark.slow
     def test_where_no_loss_shows_them_are_found_when_a_snapshot_is_verified(
@@ -190,44 +179,6 @@ class TestScrambledLayer:
         detected = back["step"] - strikes_at + 1
         assert outcome["steps_lost"] <= snapshot_interval(tmp_path) + config.snapshot_verify_steps + detected
         assert outcome["outcome"] == "resolved"
-
-
-class TestHarderData:
-    def texts(self) -> list[str]:
-        easy = ["the cat sat on the mat and the cat sat on the mat"] * 8
-        hard = [
-            " ".join(chr(97 + (7 * i + 3 * j * j + i * j) % 26) * (1 + (i + j) % 5) for j in range(12))
-            for i in range(64)
-        ]
-        return easy * 60 + hard * 8
-
-    @pytest.mark.parametrize(
-        "config",
-        [
-            HealingConfig.conservative(on_spike="warn"),
-            pytest.param(HealingConfig(on_divergence="warn", on_spike="warn"), marks=pytest.mark.slow),
-        ],
-        ids=["conservative", "warn"],
-    )
-    @pytest.mark.slow
-    def test_are_told_from_worse_weights_whatever_is_done(
-        self, tmp_path: Path, tokenizer: Any, config: HealingConfig
-    ) -> None:
-        trainer = sft_trainer(
-            tmp_path,
-            tokenizer,
-            texts=self.texts(),
-            max_steps=115,
-            learning_rate=3e-3,
-            train_sampling_strategy="sequential",
-            callbacks=[SelfHealingCallback(config)],
-        )
-        trainer.train()
-
-        assert trainer.state.global_step == 115
-        failures = [event["failure"] for event in journal(tmp_path, "outcome")]
-        assert "harder_data" in failures
-        assert "divergence" not in failures
 
 
 class TestDeadWeights:
@@ -305,6 +256,7 @@ class TestLearningRateFarTooHigh:
             callbacks=[SelfHealingCallback()],
             learning_rate=3.0,
             max_steps=60,
+            gradient_accumulation_steps=1,
             lr_scheduler_type="constant",
         )
         trainer.train()
@@ -365,6 +317,7 @@ class TestWithoutMemory:
             tokenizer,
             callbacks=[SelfHealingCallback(), WeightFault(a_few_nans, 33)],
             max_steps=40,
+            gradient_accumulation_steps=1,
             save_strategy="steps",
             save_steps=10,
         )
@@ -394,21 +347,9 @@ class TestBadStart:
             trainer.train()
         assert "training_step" not in vars(trainer)
 
-    def test_a_refused_start_keeps_no_host_memory(self, tmp_path: Path, tokenizer: Any) -> None:
-        model, healing = tiny_model(tokenizer), SelfHealingCallback()
-        with torch.no_grad():
-            a_few_nans(model)
-        trainer = sft_trainer(tmp_path, tokenizer, model=model, callbacks=[healing])
-        with pytest.raises(UnrecoverableTrainingError):
-            trainer.train()
-        assert healing.run is not None
-        assert healing.run.rollback.ring.lacks_room
-
     def test_a_resume_from_bad_state_is_refused_and_names_the_trusted_checkpoint(
         self, tmp_path: Path, tokenizer: Any
     ) -> None:
-        from safetensors.torch import load_file, save_file
-
         arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
         sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **arguments).train()
         bad = tmp_path / "checkpoint-4" / "model.safetensors"
@@ -449,7 +390,8 @@ class MomentFaultAtTheEnd(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("wrapped", "event", "expected"), [(True, "on_step_end", "resolved"), (False, "on_save", "reported")]
+    ("wrapped", "event", "expected"),
+    [(True, "on_step_end", "resolved"), pytest.param(False, "on_save", "reported", marks=pytest.mark.slow)],
 )
 def test_the_best_model_outlasts_an_optimizer_state_that_is_not_finite_at_the_end(
     tmp_path: Path, tokenizer: Any, wrapped: bool, event: str, expected: str

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from self_healing.healers.restarts.shared_memory import _states_of, steps_in_memory
-from self_healing.hf import replicas
 from self_healing.hf.state import LiveState
 from self_healing.hf.trainer_state import ResumeRecord
 from self_healing.rollback import shared_memory
@@ -120,17 +119,6 @@ def test_a_state_is_put_into_another_model_and_its_new_optimizer_bitwise(run: Ru
     assert float(state.record.running_loss) == 2.0
 
 
-def test_a_module_in_the_state_of_the_optimizer_is_put_back_with_its_parameters(run: Run, tmp_path: Path) -> None:
-    run.train()
-    run.optimizer.state[run.model[0].weight]["projector"] = kept = torch.nn.Linear(2, 2)
-    run.take()
-    other = Run(tmp_path)
-    open_state(run.files[-1], CPU).put(other.live)
-    found = other.optimizer.state[other.model[0].weight]["projector"]
-    assert [type(each) for each in found.parameters()] == [torch.nn.Parameter] * 2
-    assert torch.equal(found.weight, kept.weight)
-
-
 def test_a_killed_process_leaves_its_states(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
@@ -221,40 +209,6 @@ def test_beside_other_frozen_weights_a_state_is_not_put(run: Run, tmp_path: Path
     else:
         del again.frozen["frozen"]
     assert "weights that are not trained" in state.misfit(again.live)
-
-
-def test_frozen_weights_are_read_again_only_where_they_were_written_to(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.frozen["base"] = torch.arange(10_000.0)
-    read = list[int]()
-
-    def sum_of_all(tensors: Any, device: torch.device) -> torch.Tensor:
-        read.append(sum(each.numel() for each in tensors.values()))
-        return replicas.sum_of_all(tensors, device)
-
-    monkeypatch.setattr(shared_memory, "sum_of_all", sum_of_all)
-
-    def elements_read() -> int:
-        read.clear()
-        run.take()
-        run.ring.promote()
-        assert not open_state(run.files[-1], CPU).misfit(run.live)
-        return sum(read[:-1] if len(read) > 1 else read)
-
-    few, all_of_them = 200, 10_005
-    everything = elements_read()
-    assert everything > all_of_them
-    assert elements_read() < few
-    run.frozen["base"].add_(1)
-    assert elements_read() > all_of_them
-    assert elements_read() < few
-    run.frozen["base"].data.mul_(2)
-    assert elements_read() > all_of_them
-    assert elements_read() > all_of_them
-    assert elements_read() < few
-    run.frozen["base"] = run.frozen["base"].clone()
-    assert elements_read() > all_of_them
 
 
 def test_only_the_user_can_read_what_is_there(run: Run) -> None:

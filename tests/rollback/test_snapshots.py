@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import tiny_model
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import Adafactor
 
 from self_healing.hf.state import LiveState, live_state_of
-from self_healing.rollback.host_memory import HostBlock
 from self_healing.rollback.ring import SnapshotRing
 
 
@@ -143,31 +138,6 @@ def test_a_module_in_the_state_of_an_optimizer_comes_back_with_its_parameters() 
     torch.testing.assert_close(found.state_dict(), before, rtol=0, atol=0)
 
 
-def test_a_sharded_tensor_inside_of_an_object_comes_back_sharded(tmp_path: Path) -> None:
-    class Projector:
-        def __init__(self, matrix: torch.Tensor) -> None:
-            self.matrix = matrix
-
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters())
-        kept = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
-        optimizer.state[model[0].weight]["projector"] = Projector(kept)
-        ring = SnapshotRing()
-        snapshot = trusted(ring, live(model, optimizer), 0)
-        kept.to_local().zero_()
-        for _ in range(2):
-            ring.restore(snapshot, live(model, optimizer))
-            found = optimizer.state[model[0].weight]["projector"].matrix
-            assert isinstance(found, DTensor)
-            assert torch.equal(found.to_local(), torch.arange(4.0))
-            found.to_local().zero_()
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def test_the_schedule_goes_on_where_it_is() -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, eps=1e-6)
@@ -253,24 +223,3 @@ class TestRing:
         assert host.stride() == torch.empty_like(tensor).stride()
         assert torch.equal(host.double(), tensor.double()) if not host.is_complex() else torch.equal(host, tensor)
         assert torch.equal(kept["after"].host, torch.ones(3))
-
-
-def is_mapped(address: int) -> bool:
-    ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
-    return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
-
-
-class TestPinnedMemory:
-    @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks into /proc")
-    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-    def test_is_not_there_in_a_data_loader_worker(self) -> None:
-        block = HostBlock(1 << 16)
-        address = block.like(torch.empty(8)).data_ptr()
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.write(write, bytes([is_mapped(address)]))
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert os.read(read, 1) == b"\0"
-        assert is_mapped(address)
