@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import GradientFault, assert_same_weights, sft_trainer, weights
+from conftest import GradientFault, assert_same_weights, sft_trainer, slowly, weights
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback
@@ -46,7 +46,7 @@ def limits(norms: list[float], ceiling: float, **arguments: Any) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("ceiling", [1.0, 8.0], ids=["ceiling below", "ceiling between"])
+@pytest.mark.parametrize("ceiling", [8.0, *slowly(1.0)], ids=["ceiling between", "ceiling below"])
 def test_the_norm_handed_to_the_optimizer_never_exceeds_the_threshold(
     tmp_path: Path, tokenizer: Any, ceiling: float
 ) -> None:
@@ -68,17 +68,6 @@ def test_the_norm_handed_to_the_optimizer_never_exceeds_the_threshold(
         assert handed.norms[step] == pytest.approx(allowed[step], rel=1e-4)
 
 
-def test_without_a_spike_the_weights_are_bitwise_those_of_the_plain_trainer(tmp_path: Path, tokenizer: Any) -> None:
-    plain = sft_trainer(tmp_path / "plain", tokenizer, **RUN)
-    plain.train()
-    config = HealingConfig(zclip_mode="clip", zclip_z_threshold=50.0)
-    healed = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback(config)], **RUN)
-    healed.train()
-    assert_same_weights(weights(healed), weights(plain))
-    assert sum(entry.get("healing/zclip_clipped", 0) for entry in healed.state.log_history) == 0
-    assert any("healing/zclip_z" in entry for entry in healed.state.log_history)
-
-
 def test_observing_clips_nothing_and_says_what_it_would_clip(tmp_path: Path, tokenizer: Any) -> None:
     def run(name: str, callbacks: list[Any]) -> Any:
         trainer = sft_trainer(tmp_path / name, tokenizer, callbacks=callbacks, max_grad_norm=1e6, **RUN)
@@ -89,6 +78,9 @@ def test_observing_clips_nothing_and_says_what_it_would_clip(tmp_path: Path, tok
     plain = run("plain", [])
     observed = run("observed", [SelfHealingCallback(HealingConfig(on_spike="warn"))])
     assert_same_weights(weights(observed), weights(plain))
+    # Nor is a gradient touched that is no spike for the setting.
+    tolerant = HealingConfig(zclip_mode="clip", zclip_z_threshold=1e6, on_spike="warn")
+    assert_same_weights(weights(run("tolerant", [SelfHealingCallback(tolerant)])), weights(plain))
     told = [entry for entry in observed.state.log_history if "healing/zclip_clipped" in entry]
     would = {entry["step"]: entry["healing/zclip_would_clip"] for entry in told}
     assert sum(entry["healing/zclip_clipped"] for entry in told) == 0

@@ -89,7 +89,8 @@ def bound(kept: Any, model: Any) -> Any:
 
 def train(directory: Path, tokenizer: Any, *callbacks: Any, steps: int = 6, **options: Any) -> Any:
     healing = SelfHealingCallback(HealingConfig())
-    trainer = sft_trainer(directory, tokenizer, callbacks=[healing, *callbacks], max_steps=steps, **options)
+    options |= {"max_steps": steps, "gradient_accumulation_steps": 1}
+    trainer = sft_trainer(directory, tokenizer, callbacks=[healing, *callbacks], **options)
     trainer.train()
     assert all(torch.isfinite(value).all() for value in weights(trainer).values())
     return trainer
@@ -182,7 +183,7 @@ def test_a_reference_model_that_follows_is_rolled_back_and_not_reported(
     step: int, tmp_path: Path, tokenizer: Any
 ) -> None:
     callbacks = [SelfHealingCallback(HealingConfig(snapshot_interval=5, snapshot_verify_steps=2)), WeightFault(step)]
-    following = {"sync_ref_model": True, "ref_model_sync_steps": 1}
+    following = {"sync_ref_model": True, "ref_model_sync_steps": 1, "gradient_accumulation_steps": 1}
     trainer = TRAINERS["DPOTrainer"](tmp_path, tokenizer, callbacks=callbacks, max_steps=20, **following)
     trainer.train()
     assert all(torch.isfinite(each).all() for each in trainer.ref_model.parameters())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
-import random
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -15,11 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from self_healing import HealingConfig, StepSignals
-from self_healing.healers.numerics.clipping import ZClip
-from self_healing.healers.numerics.detectors.panel import DetectorPanel
-from self_healing.healers.numerics.detectors.rules import MetricRules, load_rules, rules_for
-from self_healing.healers.numerics.detectors.spikes import NonFiniteDetector
 from self_healing.hf.objective import BY_CLASS_NAME
 
 
@@ -111,48 +104,3 @@ class TestPower:
             COMMITTED["ours"]["power_by_curve"][fault.name]
         )
         assert COMMITTED["held_out"] == benchmark_module.held_out()
-
-
-def everything(run_length: int) -> tuple[Any, list[StepSignals], list[dict[str, float]]]:
-    """All that looks at a step: detectors, clipping statistic, and rules on a log of SFT's size."""
-    panel, nonfinite, clipping = (
-        DetectorPanel(HealingConfig(), vocabulary=32_000),
-        NonFiniteDetector(),
-        ZClip(),
-    )
-    rules = MetricRules(rules_for(load_rules(), "sft"))
-    rng = random.Random(0)
-    steps = [
-        StepSignals(step, 2 * math.exp(rng.gauss(0, 0.05)), math.exp(rng.gauss(0, 0.2))) for step in range(run_length)
-    ]
-    logs = [{"loss": s.loss, "grad_norm": s.grad_norm or 0.0, "learning_rate": 1e-4, "epoch": 0.1} for s in steps]
-
-    def observe(number: int) -> None:
-        signals = steps[number]
-        nonfinite.observe(signals)
-        panel.alarming(signals)
-        panel.observe(signals)
-        clipping.decide(signals.grad_norm or 0.0)
-        rules.observe(signals.step, logs[number])
-
-    return observe, steps, logs
-
-
-def test_all_detectors_together_make_at_most_200_calls_a_step() -> None:
-    # Five times what is looked at every 50 steps, so that it counts as well.
-    observe, _, _ = everything(500)
-    for number in range(250):
-        observe(number)
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        for number in range(250, 500):
-            observe(number)
-    finally:
-        sys.setprofile(None)
-    assert calls / 250 <= 200

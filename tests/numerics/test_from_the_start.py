@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,13 +18,11 @@ from conftest import (
     quarantined,
     sft_trainer,
 )
-from torch import nn
 
 from self_healing import (
     SelfHealingCallback,
     UnrecoverableTrainingError,
 )
-from self_healing.hf.engine import StepEngine
 
 
 def ending(trainer: Any, output_dir: Path) -> dict[str, Any]:
@@ -33,33 +30,6 @@ def ending(trainer: Any, output_dir: Path) -> dict[str, Any]:
     with pytest.raises(UnrecoverableTrainingError):
         trainer.train()
     return json.loads((output_dir / "postmortem.json").read_text())
-
-
-# ---- which module ----
-
-
-class Broken(nn.Module):
-    """Its second layer gives NaN."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(2, 2), nn.Identity(), nn.Linear(2, 2)
-        self.second.register_forward_hook(lambda module, inputs, output: output * torch.nan)
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return self.third(self.second(self.first(values)))
-
-
-def test_a_module_inside_of_a_compiled_model_is_named() -> None:
-    compiled: Any = torch.compile(Broken(), backend="eager")
-    compiled(torch.ones(1, 2))
-    engine: Any = SimpleNamespace(_models_by_name=lambda: {"": compiled})
-    with StepEngine.watching_outputs(engine) as found:
-        compiled(torch.ones(1, 2))
-    assert found[0].names == ("second",)
-
-
-# ---- a run that cannot begin ----
 
 
 def test_nan_in_the_very_first_forward_ends_the_run_at_once(tmp_path: Path, tokenizer: Any) -> None:

@@ -65,21 +65,19 @@ class Reduce(TrainerCallback):
 
 
 def probed(directory: Path, tokenizer: Any, schedule: str, *steps: int, **arguments: Any) -> tuple[Any, Probe]:
-    config = arguments.pop("config", CONFIG)
     reduce = Reduce(*steps)
-    reduce.callback = SelfHealingCallback(config)
-    overrides: dict[str, Any] = {"max_steps": 40, "learning_rate": 1e-3, **arguments}
+    reduce.callback = SelfHealingCallback(CONFIG)
+    overrides: dict[str, Any] = {"max_steps": 40, "gradient_accumulation_steps": 1, "learning_rate": 1e-3, **arguments}
     if schedule == "reduce_lr_on_plateau":
         # No evaluation is ever so much better, so the rate falls at each.
         impatient = {"patience": 0, "threshold": 0.9}
         overrides |= {"eval_strategy": "steps", "eval_steps": 10, "lr_scheduler_kwargs": impatient}
-    trainer_kwargs = {"eval_dataset": Dataset.from_dict({"text": TEXTS[:8]})}
     trainer = sft_trainer(
         directory,
         tokenizer,
         callbacks=[reduce.callback, reduce],
         lr_scheduler_type="constant" if schedule == "from_current" else schedule,
-        trainer_kwargs=trainer_kwargs,
+        trainer_kwargs={"eval_dataset": Dataset.from_dict({"text": TEXTS[:8]})},
         **overrides,
     )
     named = list(trainer.model.named_parameters())
@@ -87,68 +85,62 @@ def probed(directory: Path, tokenizer: Any, schedule: str, *steps: int, **argume
         {"params": [p for name, p in named if "mlp" in name], "lr": 1e-3},
         {"params": [p for name, p in named if "mlp" not in name], "lr": 2e-3},
     ]
-    trainer.optimizer = Probe(groups)
-    probe = trainer.optimizer
+    trainer.optimizer = probe = Probe(groups)
     if schedule == "from_current":
         trainer.lr_scheduler = FromCurrent(trainer.optimizer)
     return trainer, probe
-
-
-def logged_rates(trainer: Any) -> list[float]:
-    return [
-        entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry and "loss" in entry
-    ]
 
 
 # Held for a tenth of the run, lr_ramp_steps=4, after a cut to a half in step 20.
 SCALES = [1.0] * 20 + [0.5] * 4 + [0.625, 0.75, 0.875] + [1.0] * 13
 
 
-# Those that differ most in kind.
-MOST = ["linear", "reduce_lr_on_plateau", *slowly("from_current")]
-SOME = ["linear", *slowly("from_current")]
+@pytest.fixture(scope="module", params=["linear", *slowly("reduce_lr_on_plateau", "from_current")])
+def schedule(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-class TestEverySchedule:
-    @pytest.mark.parametrize("schedule", MOST)
-    def test_the_optimizer_steps_with_the_scaled_rate(self, tmp_path: Path, tokenizer: Any, schedule: str) -> None:
-        plain, plain_probe = probed(tmp_path / "plain", tokenizer, schedule)
-        plain.train()
-        healed, probe = probed(tmp_path / "healed", tokenizer, schedule, 20)
-        healed.train()
+@pytest.fixture(scope="module")
+def reduced(schedule: str, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> tuple[Any, Probe]:
+    """A run whose rate is reduced in its 20th step; nobody changes it afterwards."""
+    trainer, probe = probed(tmp_path_factory.mktemp("reduced"), tokenizer, schedule, 20)
+    trainer.train()
+    return trainer, probe
 
-        assert len(probe.rates) == 40
-        for scale, rates, expected in zip(SCALES, probe.rates, plain_probe.rates, strict=True):
-            assert rates == pytest.approx([scale * rate for rate in expected], rel=1e-9)
 
-    @pytest.mark.parametrize("schedule", SOME)
-    def test_the_logs_say_what_the_optimizer_used(self, tmp_path: Path, tokenizer: Any, schedule: str) -> None:
-        trainer, probe = probed(tmp_path, tokenizer, schedule, 20)
-        trainer.train()
+def test_the_optimizer_steps_with_the_scaled_rate_and_the_logs_say_so(
+    tmp_path: Path, tokenizer: Any, schedule: str, reduced: tuple[Any, Probe]
+) -> None:
+    plain, plain_probe = probed(tmp_path, tokenizer, schedule)
+    plain.train()
+    trainer, probe = reduced
+    assert len(probe.rates) == len(SCALES)
+    for scale, rates, expected in zip(SCALES, probe.rates, plain_probe.rates, strict=True):
+        assert rates == pytest.approx([scale * rate for rate in expected], rel=1e-9)
+    logs = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logs == pytest.approx([rates[0] for rates in probe.rates], rel=1e-9)
 
-        assert logged_rates(trainer) == pytest.approx([rates[0] for rates in probe.rates], rel=1e-9)
 
-    @pytest.mark.parametrize("schedule", SOME)
-    def test_it_is_kept_across_checkpoint_and_resume(self, tmp_path: Path, tokenizer: Any, schedule: str) -> None:
-        whole, whole_probe = probed(tmp_path / "whole", tokenizer, schedule, 20)
-        whole.train()
-        saving = {"save_strategy": "steps", "save_steps": 22}
-        first, _ = probed(tmp_path / "run", tokenizer, schedule, 20, **saving)
-        first.train()
-        again, probe = probed(tmp_path / "run", tokenizer, schedule, **saving)
-        again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-22"))
+def test_it_is_kept_across_checkpoint_and_resume(
+    tmp_path: Path, tokenizer: Any, schedule: str, reduced: tuple[Any, Probe]
+) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 22}
+    first, _ = probed(tmp_path, tokenizer, schedule, 20, **saving)
+    first.train()
+    again, probe = probed(tmp_path, tokenizer, schedule, **saving)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-22"))
 
-        assert probe.rates == [pytest.approx(rates, rel=1e-9) for rates in whole_probe.rates[22:]]
-        assert_same_weights(weights(again), weights(first))
+    assert probe.rates == [pytest.approx(rates, rel=1e-9) for rates in reduced[1].rates[22:]]
+    assert_same_weights(weights(again), weights(first))
 
-    @pytest.mark.parametrize("schedule", SOME)
-    def test_it_is_kept_across_a_reentry(self, tmp_path: Path, tokenizer: Any, schedule: str) -> None:
-        plain, plain_probe = probed(tmp_path / "plain", tokenizer, schedule, 20)
-        plain.train()
-        trainer, probe = probed(tmp_path / "healed", tokenizer, schedule, 20)
-        fault = RaisingForward(trainer.model, lambda forward: forward == 45, lost_connection)
-        SelfHealingTrainer(trainer, CONFIG, sleep=lambda _: None).train()
 
-        assert fault.fired == 1
-        assert probe.rates == [pytest.approx(rates, rel=1e-9) for rates in plain_probe.rates]
-        assert_same_weights(weights(trainer), weights(plain))
+def test_it_is_kept_across_a_reentry(
+    tmp_path: Path, tokenizer: Any, schedule: str, reduced: tuple[Any, Probe]
+) -> None:
+    trainer, probe = probed(tmp_path, tokenizer, schedule, 20)
+    fault = RaisingForward(trainer.model, lambda forward: forward == 23, lost_connection)
+    SelfHealingTrainer(trainer, CONFIG, sleep=lambda _: None).train()
+
+    assert fault.fired == 1
+    assert probe.rates == [pytest.approx(rates, rel=1e-9) for rates in reduced[1].rates]
+    assert_same_weights(weights(trainer), weights(reduced[0]))

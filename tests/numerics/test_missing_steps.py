@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import OutputFault, journal, sft_trainer
+from conftest import OutputFault, journal, sft_trainer, slowly
 from transformers import TrainerCallback
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
@@ -23,7 +23,7 @@ class Stopping(TrainerCallback):
         control.should_training_stop = state.global_step == 2
 
 
-@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapper", "callback alone"])
+@pytest.mark.parametrize("wrapped", [True, *slowly(False)], ids=["wrapper", "callback alone"])
 def test_a_run_most_of_whose_steps_do_not_count_has_failed_however_short(
     tmp_path: Path, tokenizer: Any, wrapped: bool
 ) -> None:
@@ -38,7 +38,8 @@ def test_a_run_most_of_whose_steps_do_not_count_has_failed_however_short(
 
 
 def test_a_hopeless_learning_rate_ends_a_short_run_with_an_error(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], max_steps=24, learning_rate=1e9)
+    arguments = {"max_steps": 24, "gradient_accumulation_steps": 1, "learning_rate": 1e9}
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **arguments)
     with pytest.raises(UnrecoverableTrainingError):
         trainer.train()
     cuts = [event["scale"] for event in journal(tmp_path, "action") if event["action"] == "reduce_learning_rate"]

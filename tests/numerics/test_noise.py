@@ -7,29 +7,20 @@ from typing import Any
 
 import pytest
 from conftest import (
-    TRAINERS,
-    GradientFault,
     OutputFault,
-    RaisingForward,
     WeightFault,
     a_few_nans,
-    assert_same_weights,
     journal,
-    logged,
-    lost_connection,
     sft_trainer,
-    weights,
 )
 from noise import kernel_noise
 
-from self_healing import SelfHealingCallback, SelfHealingTrainer
+from self_healing import SelfHealingCallback
 
 
 # Of one element: what atomic sums in single precision do, and what one step of the last place of a bfloat16 does.
 LEVELS = [
-    pytest.param(False, 1e-6, id="fp32-1e-6"),
-    pytest.param(False, 1e-4, id="fp32-1e-4"),
-    pytest.param(True, 1e-3, id="bf16-1e-3"),
+    pytest.param(False, 1e-4, id="fp32-1e-4", marks=pytest.mark.slow),
     pytest.param(True, 4e-3, id="bf16-4e-3"),
 ]
 
@@ -37,7 +28,7 @@ LEVELS = [
 # ---- healthy runs ----
 
 
-@pytest.mark.parametrize(("bf16", "eps"), LEVELS[1::2])
+@pytest.mark.parametrize(("bf16", "eps"), LEVELS)
 def test_a_healthy_noisy_run_is_left_alone(tmp_path: Path, tokenizer: Any, bf16: bool, eps: float) -> None:
     trainer = sft_trainer(tmp_path, tokenizer, bf16=bf16, max_steps=20, callbacks=[SelfHealingCallback()])
     with kernel_noise(trainer.model, eps) as noise:
@@ -54,19 +45,7 @@ def repeats(output_dir: Path) -> list[str]:
     return [event["repeats"] for event in journal(output_dir, "repeats")]
 
 
-@pytest.mark.parametrize("name", ["SFTTrainer", "GRPOTrainer"])
-def test_a_step_computed_again_is_told_to_be_bitwise(tmp_path: Path, tokenizer: Any, name: str) -> None:
-    plain = TRAINERS[name](tmp_path / "plain", tokenizer, max_steps=4)
-    plain.train()
-    healed = TRAINERS[name](tmp_path / "healed", tokenizer, max_steps=4, callbacks=[SelfHealingCallback()])
-    OutputFault(healed.model, strike=lambda forward: forward == 4)
-    healed.train()
-    assert repeats(tmp_path / "healed") == ["bitwise"]
-    assert_same_weights(weights(healed), weights(plain))
-    assert logged(healed) == logged(plain)
-
-
-@pytest.mark.parametrize(("bf16", "eps"), LEVELS[1::2])
+@pytest.mark.parametrize(("bf16", "eps"), LEVELS)
 def test_a_noisy_step_is_told_to_be_within_noise(tmp_path: Path, tokenizer: Any, bf16: bool, eps: float) -> None:
     trainer = sft_trainer(tmp_path, tokenizer, bf16=bf16, callbacks=[SelfHealingCallback()])
     OutputFault(trainer.model, strike=lambda forward: forward == 4)
@@ -111,7 +90,7 @@ def test_a_state_that_nobody_can_put_back_is_no_noise(
 GOES_BACK = {"snapshot_interval": 20}
 FAULT, TRUSTED = 43, 20
 ANOTHER_STEP = "as if more than weights, optimizer and data made it up"
-LONG = {"max_steps": 56, "lr_scheduler_type": "constant", "bf16": True, "gradient_accumulation_steps": 1}
+LONG = {"max_steps": 50, "lr_scheduler_type": "constant", "bf16": True, "gradient_accumulation_steps": 1}
 
 
 def replays(output_dir: Path) -> list[dict[str, Any]]:
@@ -134,22 +113,6 @@ def test_noisy_steps_are_applied_again(tmp_path: Path, tokenizer: Any) -> None:
     assert steps_lost(tmp_path) == [0]
 
 
-@pytest.mark.slow
-def test_a_spike_the_run_had_got_over_is_no_reason_to_lose_steps(tmp_path: Path, tokenizer: Any) -> None:
-    callbacks = [SelfHealingCallback(GOES_BACK), WeightFault(a_few_nans, FAULT)]
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=callbacks, **LONG)
-    loss = trainer.compute_loss
-
-    def spiking(*arguments: Any, **named: Any) -> Any:
-        return loss(*arguments, **named) + (20.0 if trainer.state.global_step == 33 else 0.0)
-
-    trainer.compute_loss = spiking
-    trainer.train()
-    assert [replay["repeats"] for replay in replays(tmp_path)] == ["bitwise"]
-    assert ("loss_spike", "self_recovered", 0) in outcomes(tmp_path)
-    assert ("corrupted_state", "resolved", 0) in outcomes(tmp_path)
-
-
 def test_steps_that_come_out_otherwise_are_refused_in_noise(tmp_path: Path, tokenizer: Any) -> None:
     written = WeightFault(lambda model: model.lm_head.weight.mul_(1.3), 30)
     callbacks = [SelfHealingCallback(GOES_BACK), written, WeightFault(a_few_nans, FAULT)]
@@ -160,35 +123,3 @@ def test_steps_that_come_out_otherwise_are_refused_in_noise(tmp_path: Path, toke
     assert not replay["happened"]
     assert ANOTHER_STEP in replay["why"]
     assert steps_lost(tmp_path) == [FAULT + 1 - TRUSTED]
-
-
-# ---- other faults ----
-
-STEADY = {"max_steps": 46, "lr_scheduler_type": "constant", "gradient_accumulation_steps": 1}
-
-
-def outcomes(output_dir: Path) -> list[tuple[str, str, int]]:
-    return [(each["failure"], each["outcome"], each["steps_lost"]) for each in journal(output_dir, "outcome")]
-
-
-@pytest.mark.parametrize(("bf16", "eps"), LEVELS[3:])
-def test_a_passing_gradient_spike_costs_no_step(tmp_path: Path, tokenizer: Any, bf16: bool, eps: float) -> None:
-    callbacks = [SelfHealingCallback(GOES_BACK)]
-    trainer = sft_trainer(tmp_path, tokenizer, bf16=bf16, callbacks=callbacks, learning_rate=1e-4, **STEADY)
-    fault = GradientFault(trainer.model, lambda backward: backward == 41, value=1e4)
-    with kernel_noise(trainer.model, eps):
-        trainer.train()
-    assert fault.fired == 1
-    assert ("spike_transient", "resolved", 0) in outcomes(tmp_path)
-    assert all(lost == 0 for *_, lost in outcomes(tmp_path))
-
-
-@pytest.mark.parametrize(("bf16", "eps"), LEVELS[3:])
-def test_an_exception_costs_no_step(tmp_path: Path, tokenizer: Any, bf16: bool, eps: float) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, bf16=bf16, max_steps=8)
-    fault = RaisingForward(trainer.model, lambda forward: forward == 6, lost_connection)
-    with kernel_noise(trainer.model, eps):
-        SelfHealingTrainer(trainer, GOES_BACK).train()
-    assert fault.fired == 1
-    assert trainer.state.global_step == 8
-    assert outcomes(tmp_path) == [("network", "resolved", 0)]

@@ -19,6 +19,7 @@ from conftest import (
     quarantined,
     reward_trainer,
     sft_trainer,
+    slowly,
     weights,
 )
 from datasets import IterableDataset
@@ -65,22 +66,9 @@ def test_exactly_the_poison_rows_are_named_and_the_run_goes_on(tmp_path: Path, t
     assert all(torch.isfinite(torch.tensor(losses(trainer))))
 
 
-def _without(batch: dict[str, Any], keep: list[int]) -> dict[str, Any]:
-    return {key: value[keep] for key, value in batch.items()}
-
-
-@pytest.mark.parametrize("accumulation", [4])
-def test_the_gradient_is_that_of_the_batch_without_the_poison_rows(
-    tmp_path: Path, tokenizer: Any, accumulation: int
-) -> None:
+def test_the_gradient_is_that_of_the_batch_without_the_poison_rows(tmp_path: Path, tokenizer: Any) -> None:
     token = tokenizer.convert_tokens_to_ids(POISON_WORD)
-    arguments = {
-        "texts": poisoned_texts(),
-        "dropout": 0.0,
-        "max_steps": 3,
-        "gradient_accumulation_steps": accumulation,
-    }
-
+    arguments = {"texts": poisoned_texts(), "dropout": 0.0, "max_steps": 3, "gradient_accumulation_steps": 4}
     reference_gradients = Gradients()
     reference = sft_trainer(tmp_path / "reference", tokenizer, callbacks=[reference_gradients], **arguments)
     collate, dropped = reference.data_collator, []
@@ -89,7 +77,7 @@ def test_the_gradient_is_that_of_the_batch_without_the_poison_rows(
         batch = collate(examples)
         keep = [row for row in range(len(examples)) if token not in batch["input_ids"][row]]
         dropped.extend(set(range(len(examples))) - set(keep))
-        return _without(batch, keep)
+        return {key: value[keep] for key, value in batch.items()}
 
     reference.data_collator = collate_without
     reference.train()
@@ -171,7 +159,7 @@ def test_a_stream_names_the_ordinal(tmp_path: Path, tokenizer: Any) -> None:
     assert all(row["dataset_index"] is None for row in rows)
 
 
-@pytest.mark.parametrize("build", [dpo_trainer, kto_trainer, reward_trainer])
+@pytest.mark.parametrize("build", [dpo_trainer, *slowly(kto_trainer, reward_trainer)])
 def test_preference_rows_are_named_by_position(tmp_path: Path, tokenizer: Any, build: Any) -> None:
     trainer = build(tmp_path, tokenizer, max_steps=8, poisoned=POISONED, callbacks=[SelfHealingCallback()])
     token = tokenizer.convert_tokens_to_ids(POISON_WORD)
