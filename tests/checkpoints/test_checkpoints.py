@@ -14,7 +14,6 @@ import torch
 from conftest import assert_same_weights, journal, sft_trainer, weights
 from followed_checkpoints import following
 from test_vetting import DAMAGED_RANDOM_STATES, DAMAGES, as_just_written
-from transformers import TrainerCallback
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer
 from self_healing.checkpoints.choice import (
@@ -67,10 +66,6 @@ def later(directory: Path, tokenizer: Any) -> SelfHealingTrainer:
 
 def damage(checkpoint: Path, name: str = "no optimizer state") -> None:
     DAMAGES[name][0](checkpoint)
-
-
-def standings(run: Path) -> dict[str, str]:
-    return {str(checkpoint.relative_to(run)): vet(checkpoint).standing for checkpoint in checkpoints_in(run)}
 
 
 # ---- resume_from_checkpoint=True ----
@@ -129,7 +124,7 @@ def test_the_callback_refuses_what_lacks_a_file(run: Path, tokenizer: Any, name:
     assert trainer.state.global_step == 6
 
 
-@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapper", "callback"])
+@pytest.mark.parametrize("wrapped", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["wrapper", "callback"])
 def test_a_resume_gets_over_a_random_state_that_cannot_be_loaded(
     run: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, wrapped: bool
 ) -> None:
@@ -154,7 +149,7 @@ def test_the_callback_says_where_it_trains_on_from_what_is_suspect(
     )
 
 
-@pytest.mark.parametrize("place", ["emergency", "last-known-good"])
+@pytest.mark.parametrize("place", ["emergency", pytest.param("last-known-good", marks=pytest.mark.slow)])
 def test_true_finds_what_lies_beside_the_regular_ones(
     run: Path, tokenizer: Any, resumed_from_4: dict[str, torch.Tensor], place: str
 ) -> None:
@@ -188,12 +183,6 @@ def test_auto_starts_anew_in_an_empty_directory(
         healer.train(resume_from_checkpoint="auto")
     assert_same_weights(weights(healer.trainer), anew)
     assert not [record for record in caplog.records if record.name.startswith("self_healing")]
-
-
-def test_a_path_is_taken_if_it_is_usable(run: Path, tokenizer: Any, resumed_from_4: dict[str, torch.Tensor]) -> None:
-    healer = later(run, tokenizer)
-    healer.train(resume_from_checkpoint=run / "checkpoint-4")
-    assert_same_weights(weights(healer.trainer), resumed_from_4)
 
 
 def test_a_path_that_is_not_usable_is_an_error_that_names_one_that_is(run: Path, tokenizer: Any) -> None:
@@ -243,24 +232,6 @@ def test_what_an_earlier_run_kept_comes_last(run: Path, kept_by: str) -> None:
 # ---- RunCheckpoints ----
 
 
-class Keeping(TrainerCallback):
-    """Calls a keeper as a run does: a checkpoint is good when `verify` steps came after it, until `bad_from`."""
-
-    def __init__(self, keeper: RunCheckpoints, verify: int, bad_from: int = 1000) -> None:
-        self.keeper, self.verify, self.bad_from = keeper, verify, bad_from
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step < self.bad_from:
-            self.keeper.verify_up_to(state.global_step - self.verify)
-        if control.should_save:
-            self.keeper.about_to_save(state.global_step)
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        write_marker(checkpoint, "run", state.global_step, {}, emergency=False, finite=True)
-        self.keeper.saved(checkpoint, state.global_step)
-
-
 def follow(run: Path, *steps: int, **options: Any) -> RunCheckpoints:
     keeper = following(run, **options)
     for step in steps:
@@ -268,31 +239,7 @@ def follow(run: Path, *steps: int, **options: Any) -> RunCheckpoints:
     return keeper
 
 
-def test_the_last_good_one_survives_a_long_bad_stretch(tmp_path: Path, tokenizer: Any) -> None:
-    keeper = following(tmp_path)
-    keeping = Keeping(keeper, verify=3, bad_from=6)
-    arguments = {**SAVING, "max_steps": 16, "save_total_limit": 2}
-    sft_trainer(tmp_path, tokenizer, callbacks=[keeping], **arguments).train()
-    keeper.distrust(2, 100, "run-001")
-    expected = dict.fromkeys(["checkpoint-16", "checkpoint-14"], "suspect") | {
-        "last-known-good/checkpoint-2": "verified"
-    }
-    assert standings(tmp_path) == expected
-    assert find_trusted_checkpoint(tmp_path) == str(tmp_path / "last-known-good" / "checkpoint-2")
-
-
 # ---- a step the run comes by a second time ----
-
-
-def test_a_checkpoint_written_again_does_not_touch_the_one_that_is_kept(run: Path, tokenizer: Any) -> None:
-    follow(run, 4).verify_up_to(4)
-    kept = run / "last-known-good" / "checkpoint-4"
-    before = {file.name: file.read_bytes() for file in kept.iterdir()}
-    arguments = {**SAVING, "max_grad_norm": 0.01}
-    trainer = sft_trainer(run, tokenizer, callbacks=[Keeping(following(run), verify=100)], **arguments)
-    trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
-    assert {file.name: file.read_bytes() for file in kept.iterdir()} == before
-    assert (run / "checkpoint-4" / "model.safetensors").read_bytes() != before["model.safetensors"]
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -191,13 +191,3 @@ def test_a_job_without_deepspeed_is_told_how_the_parts_become_weights_where_the_
     script.touch()
     told = f"or put its weights together (python {script} {checkpoint} NEW_DIRECTORY) and load them as the model of"
     assert told in str(why_of_another_job(checkpoint, None))
-
-
-@pytest.mark.parametrize(("universal", "change"), [(True, "remove"), (False, "add")])
-def test_where_what_is_to_be_loaded_is_not_named_the_setting_is_quoted_as_it_is_written(
-    checkpoint: Path, universal: bool, change: str
-) -> None:
-    if not universal:
-        (checkpoint / "latest").rename(checkpoint / "latest_universal")
-    told = f'What to do: {change} "checkpoint": {{"load_universal": true}} in the DeepSpeed configuration'
-    assert told in str(why_of_another_job(checkpoint, dataclasses.replace(SAME, universal=universal)))

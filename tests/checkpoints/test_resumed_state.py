@@ -33,7 +33,11 @@ def train(trainer: Trainer, wrapped: bool, **kwargs: Any) -> None:
     (SelfHealingTrainer(trainer) if wrapped else trainer).train(**kwargs)
 
 
-@pytest.mark.parametrize(("wrapped", "fault"), [(False, None), (True, 2)], ids=["callback alone", "wrapper, healed"])
+@pytest.mark.parametrize(
+    ("wrapped", "fault"),
+    [pytest.param(False, None, marks=pytest.mark.slow), (True, 2)],
+    ids=["callback alone", "wrapper, healed"],
+)
 def test_the_state_of_a_resumed_run_is_that_of_the_uninterrupted_one(
     tmp_path: Path, tokenizer: Any, wrapped: bool, fault: int | None
 ) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +25,6 @@ from self_healing.failures.retry import RetryPolicy
 from self_healing.healers.data.datasets import GuardedCollator, GuardedDataset
 from self_healing.healers.data.guard import DataSourceError, Guard, candidates
 from self_healing.healers.data.quarantine import KnownBadSamples, Quarantine
-from self_healing.hf.dataloader import TrainingLoader
 
 
 BAD = (5, 17)
@@ -49,23 +46,6 @@ class Rows(torch.utils.data.Dataset):
         if index in self.bad and self.asked.count(index) <= self.times:
             raise self.error(f"cannot decode {index}")
         return dict(self.rows[index])
-
-
-class Counted(torch.utils.data.IterableDataset):
-    """A stream whose iterator lives on after it has raised."""
-
-    def __init__(self, rows: Any, bad: Any) -> None:
-        self.rows, self.bad = list(rows), frozenset(bad)
-
-    def load(self, index: int) -> Any:
-        if index in self.bad:
-            raise ValueError(f"cannot decode {index}")
-        return dict(self.rows[index])
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = torch.utils.data.get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return map(self.load, range(first, len(self.rows), step))
 
 
 def rows_of(tokenizer: Any, tmp_path: Path) -> list[dict[str, Any]]:
@@ -212,6 +192,16 @@ def test_a_lost_connection_is_tried_again_in_place(tmp_path: Path, tokenizer: An
     assert [event["failure"] for event in journal(tmp_path, "diagnosed")] == ["network"]
 
 
+def test_its_text_is_shown_as_it_was_before_the_transform(tmp_path: Path) -> None:
+    def transform(rows: dict[str, Any]) -> dict[str, Any]:
+        if "torn" in rows["text"]:
+            raise ValueError("cannot be decoded")
+        return {"number": rows["text"]}
+
+    guarded(Dataset.from_dict({"text": ["whole"] * 19 + ["torn"]}).with_transform(transform), tmp_path)[19]
+    assert [row["preview"] for row in quarantined(tmp_path)] == ["torn"]
+
+
 @pytest.mark.parametrize("error", [PanicException, Unspeakable])
 def test_a_sample_that_raises_an_odd_kind_of_exception_is_replaced(
     tmp_path: Path, error: type[Exception], caplog: pytest.LogCaptureFixture
@@ -227,9 +217,6 @@ def test_a_sample_that_raises_an_odd_kind_of_exception_is_replaced(
     assert dataset[5]["number"] != 5
     assert [sample.error_type for sample in found.new] == [error.__name__]
     assert "self_healing failed" not in caplog.text
-
-
-# ---- a resume ----
 
 
 # ---- the end of a run ----
@@ -281,43 +268,6 @@ def test_a_mistake_in_the_guard_does_not_reach_the_run(tmp_path: Path, monkeypat
     data = guarded(Rows([{"number": number} for number in range(8)]), tmp_path)
     assert len(GuardedCollator(collate, data.guard, data)(data.__getitems__([4, 5]))) == 2
     assert data.guard.off
-
-
-def test_a_loader_of_a_kind_of_its_own_is_left_alone() -> None:
-    handler = SimpleNamespace(train_dataloader=[{"input_ids": torch.ones(1, 2)}])
-    trainer = SimpleNamespace(callback_handler=handler, _train_batch_size=1)
-    assert TrainingLoader(trainer).dataset is None
-
-
-class Loader(TrainerCallback):
-    """Keeps what the training loader holds before and during the run."""
-
-    def __init__(self) -> None:
-        self.held: list[Any] = []
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.loader = kwargs["train_dataloader"]
-        self.held.append((self.loader.dataset, self.loader.collate_fn))
-
-    on_step_end = on_train_begin
-
-
-@pytest.mark.parametrize("kind", ["indexed", "streamed"])
-def test_the_loader_is_given_back_as_it_was(tmp_path: Path, tokenizer: Any, kind: str) -> None:
-    rows = rows_of(tokenizer, tmp_path)
-    data = Dataset.from_list(rows)
-    loader = Loader()
-    trainer = trainer_on(
-        data if kind == "indexed" else data.to_iterable_dataset().map(dict),
-        tmp_path,
-        tokenizer,
-        callbacks=[loader, SelfHealingCallback()],
-        max_steps=2,
-    )
-    trainer.train()
-    before, during = loader.held[0], loader.held[1]
-    assert during[0] is not before[0]
-    assert (loader.loader.dataset, loader.loader.collate_fn) == before
 
 
 def test_a_guarded_dataset_passes_for_the_one_it_guards(tmp_path: Path) -> None:

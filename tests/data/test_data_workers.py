@@ -19,7 +19,6 @@ from self_healing import HealingConfig, SelfHealingTrainer
 from self_healing.failures.classify import classify_exception
 from self_healing.failures.recipes import FailureType
 from self_healing.healers.data.datasets import GuardedCollator
-from self_healing.hf.dataloader import end_workers_that_failed
 
 
 class KilledOnce(Rows):
@@ -84,23 +83,6 @@ def test_a_worker_that_is_killed_costs_no_step_and_no_bit(tmp_path: Path, tokeni
     (found,) = journal(tmp_path / "run-killed", "diagnosed")
     assert found["failure"] == "process_died"
     assert sum(event["steps_lost"] for event in journal(tmp_path / "run-killed", "outcome")) == 0
-
-
-def test_workers_are_ended_before_torch_raises_for_the_one_that_died(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Lost:
-        def get(self, **_: Any) -> Any:
-            raise EOFError
-
-    batches: Any = iter(DataLoader(Rows([{"a": 1}] * 8), num_workers=2))
-    workers = batches._workers
-    monkeypatch.setattr(batches, "_data_queue", Lost())
-    with pytest.raises(EOFError) as caught:
-        next(batches)
-    end_workers_that_failed(caught.value)
-    assert not any(worker.is_alive() for worker in workers)
-    assert not batches._worker_pids_set
 
 
 @pytest.mark.parametrize(

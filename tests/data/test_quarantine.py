@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 from conftest import POISON_WORD, TEXTS, PoisonToken, assert_same_weights, quarantined, sft_trainer, weights
-from datasets import Dataset
 from test_data import BAD, EPOCH, Rows, guarded, names, rows_of, trainer_on
 from transformers import set_seed
 
 from self_healing import SelfHealingCallback
 from self_healing.healers.data.guard import candidates
-from self_healing.healers.data.healer import dataset_fingerprint
 from self_healing.healers.data.quarantine import (
     POISON,
     BadSample,
@@ -60,16 +58,6 @@ def test_a_row_that_was_dropped_in_a_later_step_comes_again(tmp_path: Path) -> N
     again.add([ROW], 7, 0.5, "another incident")
     assert len(again.path.read_text().splitlines()) == 1
     assert Quarantine(tmp_path).watch("run", "data", step=8).blocked == {5: POISON}
-
-
-def test_data_of_the_same_kind_and_length_are_the_same() -> None:
-    rows, stream = [1, 2, 3], iter(())
-    assert dataset_fingerprint(rows) == dataset_fingerprint([4, 5, 6]) == "builtins.list:3"
-    assert dataset_fingerprint(rows) != dataset_fingerprint([1, 2])
-    assert dataset_fingerprint(rows) != dataset_fingerprint((1, 2, 3))
-    assert dataset_fingerprint(stream) == "builtins.tuple_iterator:None"
-    known = Dataset.from_dict({"text": ["a"]})
-    assert dataset_fingerprint(known) == known._fingerprint
 
 
 def test_the_quarantine_survives_its_checkpoint(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from self_healing.healers.numerics.detectors.rules import (
     RuleError,
     load_rules,
     rules_for,
-    rules_to_toml,
 )
 from self_healing.tools.cli import app
 
@@ -163,12 +162,6 @@ def series(value: Callable[[int], float]) -> list[float]:
 def test_levels_and_trends(condition: Condition, values: list[float], reported: list[int]) -> None:
     rule = MetricRule("rule", "metric", (condition,), steps=1, observations=1)
     assert steps_reported(rule, dict(enumerate(values, start=1))) == reported
-
-
-def test_a_share_of_the_last_observations() -> None:
-    rule = MetricRule("rule", "grad_norm", (Condition("above", 10.0, share=0.5, window=20),), steps=20)
-    assert steps_reported(rule, {step: 11.0 if step % 2 else 1.0 for step in range(1, 100)}) == [20]
-    assert steps_reported(rule, {step: 11.0 if step % 3 == 0 else 1.0 for step in range(1, 100)}) == []
 
 
 def test_all_conditions_must_hold_in_one_log() -> None:
@@ -330,21 +323,6 @@ def test_an_error_says_where_what_and_what_is_allowed(tmp_path: Path, text: str,
     message = str(raised.value)
     assert message.startswith(str(path))
     assert [word for word in words if word not in message] == []
-
-
-def test_toml_is_read_back_to_the_same_table(tmp_path: Path) -> None:
-    strange = MetricRule(
-        'a "quoted" name.x',
-        "rewards/*/mean",
-        (
-            Condition("near", 0.0, metric="b", tolerance=0.1),
-            Condition("above", 1e-7, of="args.x", share=0.3, window=7),
-        ),
-        healthy='"quotes", \\backslashes\\ and\nlines\x7f',
-        enabled=False,
-    )
-    table = (*TABLE.values(), strange)
-    assert load_rules(own(tmp_path, rules_to_toml(table))) == table
 
 
 # ---- the table of the package ----
@@ -519,6 +497,3 @@ def test_a_table_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
     result = run("--rules", str(tmp_path / "nowhere.toml"))
     assert result.exit_code == 2
     assert "nowhere.toml cannot be read" in result.stderr
-
-
-# ---- real runs ----

@@ -44,7 +44,7 @@ from self_healing.healers.saves import SaveHealer
 from self_healing.hf.saving import CheckpointSaving
 
 
-SAVING = {"save_strategy": "steps", "save_steps": 2}
+SAVING = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 1}
 
 
 def full() -> OSError:
@@ -436,7 +436,13 @@ def test_a_full_file_system_costs_its_checkpoints_and_not_the_run(tmp_path: Path
                     filler.unlink()
 
         trainer = plain_trainer(
-            disk, build_tokenizer(), save_strategy="steps", save_steps=2, max_steps=8, callbacks=[Clean()]
+            disk,
+            build_tokenizer(),
+            save_strategy="steps",
+            save_steps=2,
+            gradient_accumulation_steps=1,
+            max_steps=8,
+            callbacks=[Clean()],
         )
         SelfHealingTrainer(trainer).train()
         torch.save(weights(trainer), out / "weights.pt")
@@ -457,7 +463,7 @@ def test_a_full_file_system_costs_its_checkpoints_and_not_the_run(tmp_path: Path
 
     clean = plain_trainer(tmp_path / "clean", tokenizer, max_steps=8, **SAVING)
     clean.train()
-    resumed = plain_trainer(tmp_path / "resumed", tokenizer, max_steps=8)
+    resumed = plain_trainer(tmp_path / "resumed", tokenizer, max_steps=8, gradient_accumulation_steps=1)
     resumed.train(resume_from_checkpoint=str(left / "checkpoint-6"))
     assert_same_weights(weights(resumed), weights(clean))
 
