@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from conftest import VOTES, build_tokenizer, every_fault, sft_trainer
 from constants import settings_among
+from forked import end_after
 from two_sharded_processes import sharded_on_the_cpu, whole
 
 from self_healing import HealingConfig, SelfHealingTrainer
@@ -103,8 +103,8 @@ def run_rank(directory: Path, rank: int, port: int, start: int, options: dict[st
         TORCHELASTIC_RESTART_COUNT=str(start),
         TORCHELASTIC_MAX_RESTARTS="30",
     )
-    code = 1
-    try:
+
+    def run() -> None:
         if options.get("strategy", "ddp") == "fsdp2":
             sharded_on_the_cpu("fsdp2")
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=90))
@@ -112,15 +112,8 @@ def run_rank(directory: Path, rank: int, port: int, start: int, options: dict[st
         (directory / f"results.{rank}.json").write_text(json.dumps(result))
         VOTES.compare()
         torch.distributed.barrier()
-        code = 0
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    end_after(run)
 
 
 def launch(directory: Path, start: int, options: dict[str, Any]) -> dict[str, Any]:

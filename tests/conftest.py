@@ -127,7 +127,8 @@ def tokenized_once(trainer_class: Any) -> None:
 
 if SFTTrainer is not None:
     for _class in (SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer):
-        tokenized_once(_class)
+        if hasattr(_class, "_prepare_dataset"):
+            tokenized_once(_class)
 
 torch.set_num_threads(1)
 # Of several processes each compares its own with those of the others at its end; one alone takes part in none.
@@ -666,8 +667,8 @@ def leave_together() -> None:
     os._exit(0)
 
 
-def journal(output_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    path = Path(output_dir) / "healing_events.jsonl"
+def journal(output_dir: Path, kind: str | None = None, rank: int = 0) -> list[dict[str, Any]]:
+    path = Path(output_dir) / (f"healing_events.rank{rank}.jsonl" if rank else "healing_events.jsonl")
     if not path.exists():
         return []
     events = [json.loads(line) for line in path.read_text().splitlines()]

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -131,9 +132,14 @@ def _become(arguments: list[str], environment: dict[str, str], out: str, err: st
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = arguments
+    end_after(lambda: runpy.run_path(arguments[0], run_name="__main__"))
+
+
+def end_after(run: Callable[[], Any]) -> None:
+    """Ends this process as Python does when it has run something, but for what other threads may do meanwhile."""
     code = 1
     try:
-        runpy.run_path(arguments[0], run_name="__main__")
+        run()
         code = 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)

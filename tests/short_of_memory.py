@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import TEXTS, build_tokenizer, dpo_trainer, grpo_trainer, leave_together, losses, sft_trainer
+from collectives import collectives_in
+from conftest import TEXTS, build_tokenizer, dpo_trainer, grpo_trainer, journal, leave_together, losses, sft_trainer
 from constants import settings_among
 from datasets import Dataset
 from torch.profiler import ProfilerActivity, profile
@@ -121,8 +122,7 @@ def main(directory: Path, *wanted: str) -> None:
         trained: Any = SelfHealingTrainer(trainer, settings_among({"PROBE_STEPS": 2})) if healed else trainer
         with profile(activities=[ProfilerActivity.CPU]) if record else torch.enable_grad() as profiled:
             trained.train()
-        own = directory / name / ("healing_events.jsonl" if rank == 0 else f"healing_events.rank{rank}.jsonl")
-        events = [json.loads(line) for line in own.read_text().splitlines()] if healed else []
+        events = journal(directory / name, rank=rank)
         weights = trainer.model.state_dict().values()
         results[name] = {
             "fired": 0 if short is None else short.fired,
@@ -134,7 +134,7 @@ def main(directory: Path, *wanted: str) -> None:
             "actions": [each["action"] for each in events if each["kind"] == "action"],
         }
         if record:
-            results[name]["collectives"] = [e.name for e in profiled.events() if e.name.startswith("c10d::")]
+            results[name]["collectives"] = collectives_in(profiled)
 
     run("plain", None, healed=False)
     run("untroubled", None, record=True)

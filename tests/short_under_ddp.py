@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DDPCommunicationHookType
-from conftest import build_tokenizer, leave_together, losses, sft_trainer, tiny_model
+from conftest import build_tokenizer, journal, leave_together, losses, sft_trainer, tiny_model
 from constants import settings_among
 from short_of_memory import Short
 from transformers import set_seed
@@ -125,8 +125,7 @@ def main(directory: Path, *wanted: str) -> None:
         struck = strike(trainer)
         trained: Any = SelfHealingTrainer(trainer, settings_among({"PROBE_STEPS": 2})) if healed else trainer
         trained.train()
-        own = directory / name / ("healing_events.jsonl" if rank == 0 else f"healing_events.rank{rank}.jsonl")
-        events = [json.loads(line) for line in own.read_text().splitlines()] if healed else []
+        events = journal(directory / name, rank=rank)
         results[name] = {
             "fired": getattr(struck, "fired", 0),
             "sum": sum(float(each.double().abs().sum()) for each in trainer.model.state_dict().values()),

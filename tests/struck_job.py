@@ -10,12 +10,10 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 from conftest import TEXTS, build_tokenizer, count_of_the, grpo_trainer, losses, sft_trainer
 from constants import only_on_disk, settings_among
 from datasets import Dataset
@@ -262,26 +260,16 @@ def job(directory: Path, rank: int, strategy: str, fault: str | None, on: int, s
     }
 
 
-def serve() -> None:
-    """Runs the job as each line of the input has it, and answers with how it ended: imports take place only once."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        request = json.loads(line)
-        directory, start = Path(request.pop("directory")), request["start"]
-        launcher = {
-            "TORCHELASTIC_RUN_ID": "job",
-            "TORCHELASTIC_RESTART_COUNT": str(start),
-            "TORCHELASTIC_MAX_RESTARTS": "3",
-        }
-        outcome = run_pair(directory, partial(job, **request), SECONDS, APART, launcher)
-        answers.write(json.dumps(outcome) + "\n")
-        answers.flush()
+def main(directory: Path, request: dict[str, Any]) -> None:
+    """Runs the job once; how it ended is in `outcome.json`."""
+    launcher = {
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_RESTART_COUNT": str(request["start"]),
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+    }
+    outcome = run_pair(directory, partial(job, **request), SECONDS, APART, launcher)
+    (directory / "outcome.json").write_text(json.dumps(outcome))
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    if find_spec("deepspeed") is not None:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        import deepspeed  # noqa: F401
-    serve()
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -24,6 +24,7 @@ from conftest import (
     RaisingAt,
     build_tokenizer,
     grpo_trainer,
+    journal,
     leave_together,
     losses,
     lost_connection,
@@ -256,9 +257,7 @@ class Runs:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """What the journal of this rank holds of what went wrong in the last run."""
-        file = "healing_events.jsonl" if self.rank == 0 else f"healing_events.rank{self.rank}.jsonl"
-        path = self.directory / name / file
-        events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        events = journal(self.directory / name, rank=self.rank)
         begun = max((at for at, event in enumerate(events) if event["kind"] == "run_started"), default=0)
         kinds = ("detected", "diagnosed", "action", "outcome", "run_started")
         before = [each for each in events[:begun] if each["kind"].startswith("checkpoint_")]

@@ -6,15 +6,12 @@ import errno
 import hashlib
 import json
 import os
-import random
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -48,7 +45,10 @@ from self_healing import (
 from self_healing.checkpoints.choice import CheckpointError
 from self_healing.healers.numerics import replicas
 from self_healing.hf.state import local, unwrap_optimizer
-from self_healing.ranks import votes
+
+
+# Of a run whose weights are struck after so many steps.
+STRUCK_AFTER, LAST = 19, 22
 
 
 def digest_of(weights: Mapping[str, torch.Tensor]) -> str:
@@ -95,11 +95,11 @@ def main(directory: Path) -> None:
         }
 
     def corrupted(name: str, healed: bool, struck_rank: int | None) -> None:
-        """Weights of one rank turn NaN after the 20th step."""
+        """Weights of one rank turn NaN."""
 
         class Corrupting(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-                if state.global_step == 20 and rank == struck_rank:
+                if state.global_step == STRUCK_AFTER and rank == struck_rank:
                     next(model.parameters()).data.view(-1)[0] = float("nan")
 
         set_seed(1234)
@@ -108,7 +108,7 @@ def main(directory: Path) -> None:
             tokenizer,
             callbacks=[*([SelfHealingCallback()] if healed else []), Corrupting()],
             ddp_backend="gloo",
-            max_steps=24,
+            max_steps=LAST,
             gradient_accumulation_steps=1,
         )
         trainer.train()
@@ -136,7 +136,7 @@ def main(directory: Path) -> None:
             tokenizer,
             callbacks=[SelfHealingCallback(HealingConfig(snapshot_interval=snapshots)), flip],
             ddp_backend="gloo",
-            max_steps=24,
+            max_steps=LAST,
             gradient_accumulation_steps=1,
         )
         with patch.object(replicas, "_EVERY", every):
@@ -153,7 +153,7 @@ def main(directory: Path) -> None:
 
         class Drift(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-                if state.global_step >= 12 and rank == drifting_rank:
+                if state.global_step >= 2 and rank == drifting_rank:
                     next(model.parameters()).data.mul_(1.01)
 
         set_seed(1234)
@@ -162,7 +162,7 @@ def main(directory: Path) -> None:
             tokenizer,
             callbacks=[SelfHealingCallback(HealingConfig(max_recovery_attempts=2)), Drift()],
             ddp_backend="gloo",
-            max_steps=32,
+            max_steps=22,
             gradient_accumulation_steps=1,
         )
         results[name] = {"ended": ""}
@@ -249,15 +249,12 @@ def main(directory: Path) -> None:
         checkpoints = sorted(path.name for path in (directory / name).glob("checkpoint-*"))
         results[name] = {"steps": trainer.state.global_step, "code": code, "checkpoints": checkpoints}
 
-    def journal_of_rank(name: str, kind: str) -> list[dict[str, Any]]:
-        own = directory / name / ("healing_events.jsonl" if rank == 0 else f"healing_events.rank{rank}.jsonl")
-        events = (json.loads(line) for line in own.read_text().splitlines())
-        return [event for event in events if event["kind"] == kind]
+    def journal_of_rank(name: str, kind: str | None = None) -> list[dict[str, Any]]:
+        return journal(directory / name, kind, rank)
 
     def runs_named_in(name: str) -> list[str]:
         """By the journal of this rank."""
-        own = directory / name / ("healing_events.jsonl" if rank == 0 else f"healing_events.rank{rank}.jsonl")
-        return sorted({json.loads(line)["run"] for line in own.read_text().splitlines()})
+        return sorted({event["run"] for event in journal_of_rank(name)})
 
     def slow_to_save(name: str, slow_rank: int) -> None:
         """One of the two is behind while a checkpoint is written."""
@@ -290,8 +287,7 @@ def main(directory: Path) -> None:
             (own / "checkpoint-4" / "optimizer.pt").unlink()
         resumed = healer(own, max_steps=5)
         resumed.train(resume_from_checkpoint=True)
-        written = own / ("healing_events.jsonl" if rank == 0 else f"healing_events.rank{rank}.jsonl")
-        events = [json.loads(line) for line in written.read_text().splitlines()]
+        events = journal(own, rank=rank)
         refused = ""
         try:
             healer(directory / f"{name}.nothing_of_rank_{rank}", max_steps=5).train(resume_from_checkpoint=True)
@@ -356,30 +352,6 @@ def main(directory: Path) -> None:
         torch.distributed.barrier()
         results[name]["left"] = [told_by(each) for each in (0, 1)]
 
-    def long_lookup() -> str:
-        """The first rank looks for something until another one has asked for it several times."""
-        store, slept = torch.distributed.distributed_c10d._get_default_store(), list[float]()
-
-        def sleep(seconds: float) -> None:
-            slept.append(seconds)
-            if len(slept) == 5:
-                store.set("asked five times", b"")
-            time.sleep(seconds)
-
-        def look() -> str:
-            store.wait(["asked five times"], timedelta(seconds=60))
-            return f"found by {rank}"
-
-        vars(votes)["time"] = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
-        try:
-            return votes.looked_up_by_first_rank("it is there", look, torch.device("cpu"))
-        finally:
-            vars(votes)["time"] = time
-
-    def of_many_bytes() -> int:
-        """What one process gives to the other, of a size that single precision does not hold."""
-        return len(votes.from_first_rank("much", lambda: bytes(2**24 + 1), torch.device("cpu")))
-
     def of_a_gone_peer() -> list[str]:
         """How errors are classified that can only be told apart where several processes train."""
         source = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537]"
@@ -399,8 +371,6 @@ def main(directory: Path) -> None:
 
     run("plain", healed=False)
     results["of_a_gone_peer"] = of_a_gone_peer()
-    results["lookup"] = long_lookup()
-    results["much"] = of_many_bytes()
     run("healthy")
     slow_to_save("slow_to_save_1", slow_rank=1)
     damaged("damaged_0", damaged_rank=0)
@@ -413,8 +383,8 @@ def main(directory: Path) -> None:
     flagged("flagged_on_1", flagged_rank=1)
     corrupted("corrupted_plain", healed=False, struck_rank=None)
     corrupted("corrupted_on_1", healed=True, struck_rank=1)
-    flipped("flipped_on_1", struck_rank=1, step=20, bit=3)
-    flipped("flipped_moment_on_1", struck_rank=1, step=20, bit=26, moment=True)
+    flipped("flipped_on_1", struck_rank=1, step=STRUCK_AFTER, bit=3)
+    flipped("flipped_moment_on_1", struck_rank=1, step=STRUCK_AFTER, bit=26, moment=True)
     # Nothing is wrong with six steps after it, and with the snapshots that are taken of it.
     flipped("flipped_before_snapshots_on_1", struck_rank=1, step=12, bit=3, snapshots=1, every=10)
     drifting("drifting_on_1", drifting_rank=1)
@@ -450,32 +420,6 @@ class BitFlip(TrainerCallback):
                 weight.view(-1).view(torch.uint8)[4 * at + self.bit // 8] ^= 1 << self.bit % 8
                 return
             at -= weight.numel()
-
-
-def flips(directory: Path) -> None:
-    """Twenty runs, in each of which one bit of one rank is another one from some step on."""
-    rank, tokenizer = int(os.environ["RANK"]), build_tokenizer()
-    results = {}
-    for seed in range(20):
-        drawn = random.Random(seed)
-        struck, step, bit, place = drawn.randrange(2), drawn.randrange(1, 20), drawn.randrange(32), drawn.random()
-        set_seed(1234)
-        trainer = sft_trainer(
-            directory / str(seed),
-            tokenizer,
-            callbacks=[SelfHealingCallback(), BitFlip(rank == struck, step, bit, place)],
-            ddp_backend="gloo",
-            max_steps=32,
-            gradient_accumulation_steps=1,
-        )
-        # How often they are compared is chosen by what it costs, which is up to how busy the machine is.
-        with patch.object(replicas, "_EVERY", 10):
-            trainer.train()
-        found = journal(directory / str(seed), "diagnosed") if rank == 0 else []
-        named = found[-1]["evidence"].get("odd_ranks") if found else None
-        results[seed] = {"struck": struck, "after": step, "bit": bit, "named": named, "weights": digest(trainer)}
-        results[seed]["found"] = [[event["step"], event["failure"]] for event in found][:1]
-    (directory / f"results.{rank}.json").write_text(json.dumps(results))
 
 
 def short_of_memory(directory: Path) -> None:
@@ -520,8 +464,5 @@ def short_of_memory(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        {"memory": short_of_memory, "flips": flips}[sys.argv[2]](Path(sys.argv[1]))
-    else:
-        main(Path(sys.argv[1]))
+    (short_of_memory if sys.argv[2:] == ["memory"] else main)(Path(sys.argv[1]))
     leave_together()

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM, set_seed
 from two_processes import BitFlip
 
-from self_healing import SelfHealingCallback, SelfHealingTrainer
+from self_healing import SelfHealingCallback
 from self_healing.healers.numerics import replicas
 from self_healing.hf.memory import fingerprint_of
 from self_healing.hf.state import named_gradients_of
@@ -303,22 +303,6 @@ class Runs:
         parallel = sizes.get(name, {"tp_size": 2})
         return LlamaForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(**parallel))
 
-    def restarted(self) -> None:
-        """From its first step on one rank has memory for two rows at a time. Started again, all go on in pieces."""
-        set_seed(1234)
-        trainer = sft_trainer(
-            self._directory,
-            self.tokenizer,
-            dropout=0.0,
-            ddp_backend="gloo",
-            max_steps=4,
-            save_strategy="steps",
-            save_steps=1,
-        )
-        fault = ShortOfMemory(trainer.model, 2)
-        SelfHealingTrainer(trainer).train(resume_from_checkpoint="auto")
-        self.note("restarted", trainer, fault.fired)
-
 
 # Environment and training arguments.
 _VARIANTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
@@ -344,7 +328,6 @@ def main(directory: Path, strategy: str, *parts: str) -> None:
         "step": runs.within_a_step,
         "only_rows": runs.all_rows_of_a_rank,
         "pieces": runs.in_pieces,
-        "restarted": runs.restarted,
         "hsdp_replicas": runs.hsdp_replicas,
         "tensor_parallel_replicas": runs.tensor_parallel_replicas,
     }

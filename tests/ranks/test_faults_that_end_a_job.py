@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Forked
 from strategies import STRATEGIES, WITH_DEEPSPEED, ZERO
 from struck_job import SAVE_STEPS, SAVED_AFTER, STEPS, STRUCK_AFTER
 
 
-SCRIPT = Path(__file__).parents[1] / "struck_job.py"
 # From the fault to the end of the last rank, in seconds.
 BOUND = 10.0
 
@@ -110,26 +108,17 @@ CELLS = [
 
 
 class Launcher:
-    """Starts the job on two ranks, as often as it is told to; a process of its own, which has imported everything."""
+    """Starts the job on two ranks, as often as it is told to."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._log = (directory / "launcher.txt").open("w")
-        self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), "--serve"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
         self._references: dict[tuple[str, str, float], dict[str, Any]] = {}
 
     def start(self, directory: Path, **request: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"directory": str(directory), **request}) + "\n")
-        self._process.stdin.flush()
-        outcome: dict[str, Any] = json.loads(self._process.stdout.readline())
+        directory.mkdir(exist_ok=True)
+        log = directory / "launcher.txt"
+        assert Forked("struck_job.py", directory, json.dumps(request), out=log, err=log).wait() == 0, log.read_text()
+        outcome: dict[str, Any] = json.loads((directory / "outcome.json").read_text())
         return outcome
 
     def without_a_fault(self, strategy: str, trainer: str, dropout: float) -> dict[str, Any]:
@@ -145,18 +134,10 @@ class Launcher:
             self._references[kind] = outcome["ranks"][0]
         return self._references[kind]
 
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-        self._log.close()
-
 
 @pytest.fixture(scope="module")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    launcher = Launcher(tmp_path_factory.mktemp("jobs"))
-    yield launcher
-    launcher.end()
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    return Launcher(tmp_path_factory.mktemp("jobs"))
 
 
 def log_of(directory: Path) -> str:
