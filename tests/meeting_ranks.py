@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -10,14 +9,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 from conftest import OutputFault, build_tokenizer, sft_trainer
 from forked_pairs import run_pair
-from transformers import TrainerCallback
-from two_processes import digest
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.ranks import votes
 from self_healing.ranks import votes as meeting
 
 
@@ -60,62 +55,6 @@ def other_settings(directory: Path, rank: int) -> dict[str, Any]:
     return {"steps": trainer.state.global_step}
 
 
-def own_directories(directory: Path, rank: int) -> dict[str, Any]:
-    """Several runs, one after the other, by settings that each rank may have for itself."""
-    steps = []
-    for run in (1, 2):
-        config = HealingConfig(healing_dir=str(directory / f"of_rank_{rank}"))
-        trainer = build(directory / str(run), SelfHealingCallback(config))
-        trainer.train()
-        steps.append(trainer.state.global_step)
-    return {"steps": steps}
-
-
-class LostStore:
-    """A connection that is lost: all calls raise what torch raises."""
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
-            raise torch.distributed.DistNetworkError("Connection reset by peer")
-
-        return call
-
-
-def store_lost(directory: Path, rank: int, lost_on: tuple[int, ...]) -> dict[str, Any]:
-    """What is healed with experiments, where the store is gone on some ranks, or on all, once they train."""
-    found: list[str] = []
-
-    class Loses(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step != 1:
-                return
-            if rank in lost_on:
-                losing.enter_context(mock.patch.object(votes, "job_store", return_value=LostStore()))
-            found.append(votes.looked_up_by_first_rank("looked up", lambda: f"by rank {rank}", torch.device("cpu")))
-
-    healing = SelfHealingCallback()
-    trainer = build(directory, healing, Loses())
-    fault = OutputFault(trainer.model, lambda forward: forward == 3 and rank == 1)
-    with contextlib.ExitStack() as losing:
-        trainer.train()
-    return {
-        "found": found[0],
-        "broken": healing.run is None or healing.run.broken,
-        "fired": fault.fired,
-        "steps": trainer.state.global_step,
-        "failures": [] if healing.run is None else [str(each.failure) for each in healing.run.journal.incidents],
-        "weights": digest(trainer),
-    }
-
-
-def store_lost_on_all(directory: Path, rank: int) -> dict[str, Any]:
-    return store_lost(directory, rank, (0, 1))
-
-
-def store_lost_on_one(directory: Path, rank: int) -> dict[str, Any]:
-    return store_lost(directory, rank, (1,))
-
-
 def each_by_itself(directory: Path, rank: int) -> dict[str, Any]:
     """The program has made a group for something else, and the Trainer knows nothing of it."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -138,9 +77,6 @@ SCENARIOS = (
     callback_on_one,
     wrapper_on_one,
     other_settings,
-    own_directories,
-    store_lost_on_all,
-    store_lost_on_one,
 )
 
 

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from conftest import POISON_WORD, TEXTS, PoisonToken, build_tokenizer, leave_together, plain_trainer, sft_trainer
 from constants import settings_among
-from short_of_memory import Short
-from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, set_seed
 from two_sharded_processes import sharded_on_the_cpu
 
@@ -66,14 +64,12 @@ def main(directory: Path, strategy: str) -> None:
     tokenizer = build_tokenizer()
     common = {"ddp_backend": "gloo", "num_train_epochs": 3, "max_steps": -1, "gradient_accumulation_steps": 1}
 
-    def train(name: str, trainer: Any, epochs: Epochs, **extra: Any) -> None:
+    def train(name: str, trainer: Any, epochs: Epochs) -> None:
         SelfHealingTrainer(
             trainer, HealingConfig(**settings_among({"PROBE_STEPS": 1000, "max_bad_fraction": 0.5}))
         ).train()
         torch.distributed.barrier()
-        sharded = any(isinstance(each, DTensor) for each in trainer.model.parameters())
         results[name] = {
-            "sharded": sharded,
             "at_beginnings": [*epochs.at_beginnings, epochs.count()],
             "told": epochs.told,
             "reported": [
@@ -82,7 +78,6 @@ def main(directory: Path, strategy: str) -> None:
             "metrics": {
                 key: value for each in trainer.state.log_history for key, value in each.items() if "healing/" in key
             },
-            **{key: value() for key, value in extra.items()},
         }
 
     def rows(name: str) -> None:
@@ -106,24 +101,8 @@ def main(directory: Path, strategy: str) -> None:
         epochs.count = lambda: data.tried
         train(name, trainer, epochs)
 
-    def sizes(name: str) -> None:
-        """Calls that do not fit on one of them."""
-        set_seed(1234)
-        epochs, seen = Epochs(), list[list[int]]()
-        trainer = sft_trainer(directory / name, tokenizer, callbacks=[epochs], **common | {"max_steps": 4})
-
-        def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-            seen.append([trainer.state.global_step, kwargs["input_ids"].shape[0]])
-
-        trainer.model.register_forward_pre_hook(note, with_kwargs=True)
-        if rank == 1:
-            Short(trainer, "forward")
-        train(name, trainer, epochs, seen=lambda: seen)
-
     rows("rows")
     samples("samples")
-    if strategy == "ddp":
-        sizes("sizes")
     (directory / f"results.{rank}.json").write_text(json.dumps(results))
 
 

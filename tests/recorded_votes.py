@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -46,10 +45,6 @@ class RecordedVotes:
         """Compares them with those of all other ranks, at the end of each."""
         of_all: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(of_all, self.questions)
-        self.hold_against(of_all)
-
-    def hold_against(self, of_all: Sequence[Sequence[str]]) -> None:
-        """Holds them against what each rank was asked."""
         for rank, questions in enumerate(of_all):
             for number, (mine, theirs) in enumerate(zip(self.questions, questions, strict=False)):
                 same = mine == theirs or ANY in (mine, theirs)

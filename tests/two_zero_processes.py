@@ -15,16 +15,13 @@ from typing import Any
 
 import torch
 import transformers.training_args
+import two_sharded_processes as sharded
 from accelerate import PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 from conftest import (
-    POISON_WORD,
-    TEXTS,
     OutputFault,
-    PoisonToken,
     adapter_trainer,
-    build_tokenizer,
     dpo_trainer,
     grpo_trainer,
     journal,
@@ -34,11 +31,9 @@ from conftest import (
 )
 from transformers import TrainerCallback, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-from trl import SFTTrainer
 from two_sharded_processes import PoisonGradient, inside
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.checkpoints.choice import vet_all
 from self_healing.failures.recipes import UnrecoverableTrainingError
 from self_healing.hf.state import unwrap_optimizer
 
@@ -151,39 +146,6 @@ class LostConnection:
             raise ConnectionError("gone")
 
 
-class BreaksOff(TrainerCallback):
-    """DeepSpeed's own step of this rank raises once, when the first group of parameters is updated."""
-
-    def __init__(self, trainer: Any, step: int, error: type[Exception]) -> None:
-        self.fired, self._trainer, self._step, self._error = 0, trainer, step, error
-        trainer.add_callback(self)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step != self._step or self.fired:
-            return
-        zero = self._trainer.accelerator.deepspeed_engine_wrapped.engine.optimizer
-        original, groups = zero.unscale_and_clip_grads, 0
-
-        def prepare(*args: Any, **kwargs: Any) -> Any:
-            nonlocal groups
-            groups += 1
-            if groups == 2:
-                self.fired += 1
-                zero.unscale_and_clip_grads = original
-                raise self._error("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            return original(*args, **kwargs)
-
-        zero.unscale_and_clip_grads = prepare
-
-
-class StepsTwice(SFTTrainer):
-    """Computes each batch twice, and has DeepSpeed step after each time."""
-
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        super().training_step(model, dict(inputs), *args, **kwargs)
-        return super().training_step(model, inputs, *args, **kwargs)
-
-
 class OutOfMemory:
     """
     Memory runs out at the end of a forward, or in its backward.
@@ -260,17 +222,6 @@ class Gradient(TrainerCallback):
             self.taken_for = float(engine.get_global_grad_norm())
 
 
-class Uneven(torch.nn.Module):
-    """Has a weight that two ranks cannot halve."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(3))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden * self.weight.mean()
-
-
 class UpdatedAt(TrainerCallback):
     """Notes the rates that DeepSpeed's optimizer updates weights with, call by call."""
 
@@ -283,21 +234,17 @@ class UpdatedAt(TrainerCallback):
         inner.register_step_post_hook(lambda *_: self.fired.append([group["lr"] for group in inner.param_groups]))
 
 
-class Runs:
+class Runs(sharded.Runs):
     """Trains the same model again and again, struck by one fault after the other, and notes what became of it."""
 
     def __init__(self, directory: Path) -> None:
-        self.results: dict[str, Any] = {}
-        self._directory = directory
+        super().__init__(directory)
         # What all runs have in `zero_optimization` beside the stage.
         self._zero: dict[str, Any] = {}
         # Whether accelerate puts DeepSpeed's optimizer for the CPU in the place of torch's.
         self._on_cpu_adam = False
-        self.rank = torch.distributed.get_rank()
-        self.tokenizer = build_tokenizer()
-        self.poison = self.tokenizer.convert_tokens_to_ids(POISON_WORD)
 
-    def run(
+    def run(  # type: ignore[override]
         self,
         name: str,
         stage: int | None,
@@ -319,9 +266,7 @@ class Runs:
         set_seed(1234)
         arguments = {"max_steps": 4, "use_cpu": False, "ddp_backend": "gloo", **arguments}
         if make in (sft_trainer, adapter_trainer):
-            arguments["texts"] = [
-                f"{text} {POISON_WORD}" if index in poisoned else text for index, text in enumerate(TEXTS)
-            ]
+            arguments["texts"] = self.texts(poisoned)
         config = None if stage is None else config_of(stage, self._on_cpu_adam, **self._zero, **(zero or {}))
         if config is not None:
             config["fp16"] |= scale or {}
@@ -376,14 +321,6 @@ class Runs:
             "actions": [event["action"] for event in journal(self._directory / name, "action")],
         }
         torch.distributed.barrier()
-
-    # ---- the faults ----
-
-    def nan_on_one_rank(self, trainer: Any) -> OutputFault:
-        return OutputFault(inside(trainer.model), lambda forward: forward == 4 and self.rank == 1)
-
-    def poison_token(self, trainer: Any) -> PoisonToken:
-        return PoisonToken(inside(trainer.model), self.poison)
 
     # ---- the parts ----
 
@@ -457,23 +394,6 @@ class Runs:
             "entered_again", fault=lambda trainer: LostConnection(inside(trainer.model), 6), resume="auto", **same
         )
 
-    def broken_off(self, stage: int, bf16: bool) -> None:
-        same: dict[str, Any] = {
-            "stage": stage,
-            "bf16": bf16,
-            "max_steps": 5,
-            "save_strategy": "steps",
-            "save_steps": 1,
-        }
-        self.run("never_broken_off", healed=False, **same)
-        for name, error in (("lost", ConnectionError), ("short", torch.OutOfMemoryError)):
-
-            def fault(trainer: Any, error: type[Exception] = error) -> BreaksOff:
-                return BreaksOff(trainer, 2, error)
-
-            self.run(name, fault=fault, resume="auto", **same)
-            self.results[name]["bad"] = [each.reason for each in vet_all(self._directory / name) if not each.usable]
-
     def own_schedule(self, stage: int, bf16: bool) -> None:
         """DeepSpeed makes optimizer and schedule, as its configuration says, and moves the schedule on in its step."""
         made = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
@@ -531,19 +451,6 @@ class Runs:
             **same,
         )
 
-    def padding(self, stage: int, bf16: bool) -> None:
-        def make(*args: Any, **kwargs: Any) -> SFTTrainer:
-            trainer = sft_trainer(*args, **kwargs)
-            trainer.model.model.norm = torch.nn.Sequential(trainer.model.model.norm, Uneven())
-            return trainer
-
-        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "make": make}
-        # All memory that is taken and not written to is NaN then.
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        self.run("plain_padded", healed=False, **same)
-        self.run("healthy_padded", **same)
-        torch.use_deterministic_algorithms(False)
-
     def pairs(self, stage: int, bf16: bool) -> None:
         same: dict[str, Any] = {"stage": stage, "bf16": bf16, "make": dpo_trainer}
         self.run("pairs_plain", healed=False, **same)
@@ -555,12 +462,6 @@ class Runs:
         self.run("policy_plain", healed=False, **same)
         self.run("policy_healthy", **same)
         self.run("policy_transient", fault=self.nan_on_one_rank, **same)
-
-    def twice(self, stage: int, bf16: bool) -> None:
-        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "trainer_class": StepsTwice}
-        same |= {"gradient_accumulation_steps": 1}
-        self.run("twice_plain", healed=False, **same)
-        self.run("twice", **same)
 
     def preempted(self, stage: int, bf16: bool) -> None:
         same: dict[str, Any] = {"stage": stage, "bf16": bf16, "resume": "auto", "max_steps": 6}
@@ -627,29 +528,6 @@ class Runs:
         infinite = {12, 13, 14}
         self.run("half_overflows", fault=lambda trainer: self.steep_at(trainer, infinite), **same)
 
-    def half_fixed(self, stage: int, bf16: bool) -> None:
-        """The scale of the loss is fixed: nothing looks after gradients that are not finite."""
-        same: dict[str, Any] = {"stage": stage, "fp16": True, "gradient_accumulation_steps": 1}
-        same["scale"] = {"loss_scale": 64}
-        self.run("fixed_plain", healed=False, **same)
-
-        def spoil(hidden: torch.Tensor) -> torch.Tensor:
-            hidden.register_hook(lambda gradient: gradient * torch.nan)
-            return hidden
-
-        def on_one_rank(trainer: Any) -> OutputFault:
-            return OutputFault(inside(trainer.model), lambda forward: forward == 3 and self.rank == 1, spoil)
-
-        self.run("fixed_transient", fault=on_one_rank, **same)
-
-    def half_weights(self, stage: int, bf16: bool) -> None:
-        same: dict[str, Any] = {"stage": stage, "fp16": True, "max_steps": 12, "gradient_accumulation_steps": 1}
-        # It grows every third step, and never as far as to overflow.
-        same["scale"] = {"initial_scale_power": 6, "loss_scale_window": 3}
-        healing = HealingConfig(snapshot_verify_steps=1, snapshot_interval=4)
-        self.run("half_weights_plain", healed=False, **same)
-        self.run("half_weights", fault=lambda trainer: NanWeights(trainer, 1, 10), healing=healing, **same)
-
     def nan_at(self, trainer: Any, forwards: set[int]) -> OutputFault:
         return OutputFault(inside(trainer.model), lambda forward: forward in forwards and self.rank == 1)
 
@@ -670,11 +548,6 @@ class Runs:
         self.run("watched_plain", healed=False, **same)
         self.run("watched", **same)
         self.run("watched_struck", fault=self.nan_on_one_rank, **same)
-        same |= {"max_steps": 40, "gradient_accumulation_steps": 1}
-        self.run("watched_nan", fault=lambda trainer: NanWeights(trainer, 1, 4), **same)
-        # Steps could be healed, but are not to be.
-        healing = HealingConfig(on_nonfinite="warn")
-        self.run("warned", fault=lambda trainer: NanWeights(trainer, 1, 4), healing=healing, **{**same, "zero": {}})
 
 
 # How memory runs out: once, in the second micro-batch of a step, or whenever there are too many rows.

@@ -53,17 +53,3 @@ def test_settings_that_differ_are_named_on_all_ranks(outcomes: dict[str, Any]) -
     assert first == second
     assert "nan_patience is 3 on rank 0, and another value on rank 1; snapshots is True on rank 0" in first
     assert "healing_dir" not in first
-
-
-def test_ranks_may_have_directories_of_their_own_and_train_again(outcomes: dict[str, Any]) -> None:
-    assert [rank["steps"] for rank in both(outcomes, "own_directories")] == [[4, 4], [4, 4]]
-
-
-@pytest.mark.parametrize("scenario", ["store_lost_on_all", "store_lost_on_one"])
-def test_without_the_store_of_the_job_steps_are_healed_all_the_same(outcomes: dict[str, Any], scenario: str) -> None:
-    ranks = both(outcomes, scenario)
-    assert [rank["found"] for rank in ranks] == ["by rank 0", "by rank 0"]
-    assert [rank["fired"] for rank in ranks] == [0, 1]
-    assert [(rank["broken"], rank["steps"]) for rank in ranks] == [(False, 4)] * 2
-    assert ranks[1]["failures"] == ["nonfinite_transient"]
-    assert ranks[0]["weights"] == ranks[1]["weights"]
