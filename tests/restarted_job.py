@@ -7,9 +7,7 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,11 @@ import torch
 from conftest import (
     POISON_WORD,
     TEXTS,
-    OutputFault,
     PoisonToken,
-    RaisingForward,
+    WeightFault,
+    a_few_nans,
     build_tokenizer,
     grpo_trainer,
-    lost_connection,
     sft_trainer,
     tiny_model,
     without_times,
@@ -33,7 +30,6 @@ from lost_device import LostDevice
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.healers.numerics.state import NumericsState
 from self_healing.tools.chaos.callback import Chaos
 from self_healing.tools.demo.model import stdlib_docstrings, train_tokenizer
 
@@ -70,16 +66,11 @@ class Once:
 class Strike(TrainerCallback):
     """Does something to the job in the middle of a step."""
 
-    def __init__(self, fault: str, step: int, once: Once, trainer: Any = None) -> None:
-        self.fault, self.step, self.once, self.trainer = fault, step, once, trainer
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # The checkpoint is complete and marked, and the callbacks after this one have not been told.
-        if self.fault == "sigkill_in_on_save" and state.global_step == self.step and self.once():
-            os.kill(os.getpid(), signal.SIGKILL)
+    def __init__(self, fault: str, step: int, once: Once) -> None:
+        self.fault, self.step, self.once = fault, step, once
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.fault == "sigkill_in_on_save" or state.global_step != self.step or not self.once():
+        if state.global_step != self.step or not self.once():
             return
         if self.fault == "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -91,19 +82,10 @@ class Strike(TrainerCallback):
         elif self.fault == "deaf_sigterm":
             os.kill(os.getpid(), signal.SIGTERM)
             minutes_in_native_code()
-        elif self.fault == "sigterm_in_native_code":
-            # The handler cannot run: the main thread does not come back.
-            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            minutes_in_native_code()
         elif self.fault == "native_hang":
             minutes_in_native_code()
         elif self.fault == "device":
             LostDevice().lose()
-        elif self.fault == "reduce":
-            run = next(each.run for each in self.trainer.callback_handler.callbacks if hasattr(each, "healing_state"))
-            run.part(NumericsState).learning_rate.reduce(state.global_step)
-            run.journal.dealt_with(run.journal.open(state.global_step, "test", {}))
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_while_saving(trainer: Any, step: int, once: Once) -> None:
@@ -117,90 +99,6 @@ def kill_while_saving(trainer: Any, step: int, once: Once) -> None:
         original(output_dir)
 
     trainer._save_optimizer_and_scheduler = save
-
-
-class FullBatches:
-    """The memory of a device that has room for two rows and no more."""
-
-    def __init__(self, model: Any) -> None:
-        self.fired = 0
-        model.register_forward_pre_hook(self._look, with_kwargs=True)
-
-    def _look(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if len(kwargs["input_ids"]) > 2 and torch.is_grad_enabled():
-            self.fired += 1
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-
-class WeightFault:
-    """Writes NaN into a weight in one of the training forwards."""
-
-    def __init__(self, model: Any, strike: Callable[[int], bool]) -> None:
-        self.fired = self.forwards = 0
-        self._model, self._strike = model, strike
-        model.model.embed_tokens.register_forward_pre_hook(self._look)
-
-    def _look(self, module: Any, inputs: Any) -> None:
-        if not torch.is_grad_enabled() or not module.training:
-            return
-        self.forwards += 1
-        if self._strike(self.forwards):
-            self.fired += 1
-            self._model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
-
-
-# What is wrong with the run, and so which remedy is at work: each takes the model, and whether it strikes now.
-FAULTS: dict[str, Callable[[Any, Callable[[int], bool]], Any]] = {
-    "transient NaN": OutputFault,
-    "full memory": lambda model, strike: FullBatches(model),
-    "corrupted weights": WeightFault,
-    "lost connection": lambda model, strike: RaisingForward(model, strike, lost_connection),
-}
-
-
-class KillAfter:
-    """
-    Kills the process at the nth moment of a kind after a fault has struck: a forward of the model, a change of a file
-    below the output directory, or a part of the state that is loaded.
-    """
-
-    CHANGES = frozenset(("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.truncate"))
-
-    def __init__(self, trainer: Any, fault: Any, moment: str, nth: int, once: Once) -> None:
-        self.seen = 0
-        self._fault, self._nth, self._once = fault, nth, once
-        self._directory = os.path.abspath(trainer.args.output_dir)
-        if moment == "forward":
-            trainer.model.model.norm.register_forward_hook(self._count)
-        elif moment == "file":
-            sys.addaudithook(self._look)
-        else:
-            for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state"):
-                setattr(trainer, name, self._counting(getattr(trainer, name)))
-
-    def _look(self, event: str, details: tuple[Any, ...]) -> None:
-        changes = event in self.CHANGES or (event == "open" and self._writes(details[1], details[2]))
-        if changes and str(details[0]).startswith(self._directory + os.sep):
-            self._count()
-
-    def _writes(self, mode: Any, flags: int) -> bool:
-        return bool(flags & (os.O_WRONLY | os.O_RDWR))
-
-    def _counting(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        def both(*arguments: Any, **named: Any) -> Any:
-            self._count()
-            result = load(*arguments, **named)
-            self._count()
-            return result
-
-        return both
-
-    def _count(self, *_: Any) -> None:
-        if not self._fault.fired:
-            return
-        self.seen += 1
-        if self.seen == self._nth and self._once():
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class BadSample(torch.utils.data.Dataset):
@@ -220,25 +118,6 @@ class BadSample(torch.utils.data.Dataset):
         return self.dataset[index]
 
 
-def spoil_newest(output_dir: Path) -> None:
-    """Before the job is started again: its newest checkpoint is damaged."""
-    newest = max(output_dir.glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
-    weights = newest / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-2000])
-
-
-def strike_a_remedy(trainer: Any, output_dir: Path, options: dict[str, Any], poison: Any) -> KillAfter | None:
-    """A fault of the run, once however often it is started, and a kill while that is being healed."""
-    first = options.get("first")
-    if first is None and poison is None:
-        return None
-    strikes = Once(output_dir.parent / f"{output_dir.name}.first")
-    at = options.get("at", 11)
-    fault = poison or FAULTS[first](trainer.model, lambda forward: forward == at and strikes())
-    moment, nth = options.get("kill", ("forward", 0))
-    return KillAfter(trainer, fault, moment, nth, Once(output_dir.parent / f"{output_dir.name}.killed"))
-
-
 def main(output_dir: Path, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     once = Once(output_dir.parent / f"{output_dir.name}.{options.get('struck', 'struck')}", options.get("times", 1))
@@ -256,23 +135,24 @@ def main(output_dir: Path, options: dict[str, Any]) -> None:
     if poisoned is not None:
         arguments["texts"] = [f"{text} {POISON_WORD}" if row == poisoned else text for row, text in enumerate(TEXTS)]
     trainer = make(output_dir, build_tokenizer(), **arguments)
-    poison = None
     if poisoned is not None:
-        poison = PoisonToken(trainer.model, trainer.processing_class.convert_tokens_to_ids(POISON_WORD))
+        PoisonToken(trainer.model, trainer.processing_class.convert_tokens_to_ids(POISON_WORD))
     if options.get("buffer_after_restart") and once.file.exists():
         # In no checkpoint, and nothing that a resume would miss.
         trainer.model.register_buffer("added", torch.zeros(1), persistent=False)
-    struck = strike_a_remedy(trainer, output_dir, options, poison)
+    if "nan_weight_after" in options:
+        first = Once(output_dir.parent / f"{output_dir.name}.first")
+        trainer.add_callback(
+            WeightFault(lambda model: a_few_nans(model) if first() else None, options["nan_weight_after"])
+        )
     fault = options.get("fault")
     if fault == "sigkill_while_saving":
         kill_while_saving(trainer, options["step"], once)
     elif fault:
-        trainer.add_callback(Strike(fault, options["step"], once, trainer))
+        trainer.add_callback(Strike(fault, options["step"], once))
     if "bad_sample" in options:
         note = output_dir.parent / f"{output_dir.name}.loaded"
         trainer.train_dataset = BadSample(trainer.train_dataset, options["bad_sample"], note)
-    if options.get("spoil") and once.file.exists() and Once(Path(f"{once.file}.spoiled"))():
-        spoil_newest(output_dir)
     if options.get("callback_alone"):
         trainer.add_callback(SelfHealingCallback(HealingConfig(**settings_among(options.get("config", {})))))
         trainer.train()
@@ -289,7 +169,6 @@ def main(output_dir: Path, options: dict[str, Any]) -> None:
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "history": without_times(trainer.state.log_history),
         "incidents": healer.get_report().incidents,
-        "moments": None if struck is None else struck.seen,
     }
     (output_dir.parent / f"{output_dir.name}.json").write_text(json.dumps(result))
 

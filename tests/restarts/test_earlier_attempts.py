@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from self_healing import Action, FailureType, HealingConfig, Incident, UnrecoverableTrainingError
+from self_healing import FailureType, HealingConfig, Incident, UnrecoverableTrainingError
 from self_healing.healers.assembly import assemble
 from self_healing.healers.numerics.state import NumericsState
-from self_healing.healers.restarts.attempts import Attempts, gave_up, take_up
+from self_healing.healers.restarts.attempts import Attempts, take_up
 from self_healing.healers.restarts.start import Start
 from self_healing.run.record import Attempt, ExitReason, RunRecord
 from self_healing.run.run import Run
@@ -46,35 +46,6 @@ def refusal(run: Run, step: int = 4, checkpoint: str | None = None, **start: Any
 def newest(run: Run) -> Attempt:
     assert run.part(Attempts).record is not None
     return run.part(Attempts).record.newest
-
-
-def ended_with(*actions: Action, failure: FailureType, outcome: str = "fatal") -> Incident:
-    """The incident that an earlier process has ended with, in step 6."""
-    incident = Incident("run-001", 6, "made up", failure, actions=[*actions], outcome=outcome)
-    incident.steps_lost = 1
-    return incident
-
-
-class TestAProcessThatWasKilled:
-    @pytest.fixture
-    def run(self, tmp_path: Path) -> Run:
-        return process(record_of(tmp_path, attempt(1, 0, 6, ExitReason.RUNNING)))
-
-    def test_it_is_an_incident_of_the_next_one(self, run: Run) -> None:
-        go_on(run)
-        (incident,) = run.journal.incidents
-        assert (incident.failure, incident.step, incident.outcome) == (FailureType.PROCESS_DIED, 6, "open")
-        assert (incident.actions, incident.steps_repeated, incident.steps_lost) == ([Action.RESUME], 2, 0)
-        assert incident.evidence == {"pid": 4321, "host": "here", "attempt": 1, "resumed_from": "checkpoint-4"}
-
-    def test_its_end_is_written_down_and_the_next_attempt_begun(self, run: Run) -> None:
-        go_on(run)
-        record = RunRecord.read(run.directory)
-        assert record is not None
-        killed, here = record.attempts
-        assert (killed.ending, killed.why) == (ExitReason.RESTART, "killed, or crashed in native code")
-        assert (here.number, here.ending, here.first_step) == (2, ExitReason.RUNNING, 4)
-        assert here.resumed_from == "checkpoint-4"
 
 
 class TestTheBudget:
@@ -114,12 +85,6 @@ class TestARunThatHadEndedForGood:
             directory, attempt(1, 0, 9, ExitReason.FAILED), attempt(2, 4, 6, ExitReason.GAVE_UP, "no data")
         )
 
-    def test_it_is_refused_with_the_furthest_step_and_its_verdict(self, tmp_path: Path) -> None:
-        found = gave_up(self.record(tmp_path))
-        assert found.verdict == "it had ended for good at step 9 (no data)"
-        assert (found.step, found.why) == (9, "no data")
-        assert found.advice.startswith("Once the cause is removed")
-
     def test_the_postmortem_that_is_there_is_named_and_stays(self, tmp_path: Path) -> None:
         record = self.record(tmp_path)
         record.postmortem = "there/postmortem.json"
@@ -158,14 +123,6 @@ class TestARunThatHadEndedForGood:
         written = json.loads((tmp_path / "postmortem.json").read_text())
         assert [other["rank"] for other in written["other_ranks"]] == [4]
 
-    def test_what_is_still_open_ends_with_it(self, tmp_path: Path) -> None:
-        record = self.record(tmp_path)
-        waiting = ended_with(Action.RESUME, failure=FailureType.PROCESS_DIED, outcome="open")
-        record.incidents = [waiting.to_dict(), waiting.to_dict()]
-        run = process(record)
-        refusal(run)
-        assert [incident.outcome for incident in run.journal.incidents] == ["unresolved", "fatal"]
-
     def test_started_by_hand_it_gets_new_attempts(self, tmp_path: Path) -> None:
         spent = assemble(HealingConfig(max_recovery_attempts=1), tmp_path, run_id="run")
         spent.budget.spend(6)
@@ -176,17 +133,3 @@ class TestARunThatHadEndedForGood:
         go_on(run, by_hand=True)
         assert run.budget.used == 0
         assert newest(run).ending is ExitReason.RUNNING
-
-
-class TestWhatTheEarlierProcessEndedWith:
-    def test_it_is_open_again_and_says_what_is_repeated(self, tmp_path: Path) -> None:
-        ended = ended_with(Action.STOP, failure=FailureType.USER_CODE)
-        run = process(record_of(tmp_path, attempt(1, 0, 6, ExitReason.FAILED), incidents=(ended,)))
-        go_on(run)
-        (incident,) = run.journal.incidents
-        assert (incident.outcome, incident.actions) == ("open", [Action.STOP, Action.RESUME])
-        assert incident.steps_repeated == 2
-        # The run comes beyond it.
-        run.outcomes.take_in(2.0, 6)
-        run.outcomes.close()
-        assert incident.outcome != "open"

@@ -23,9 +23,7 @@ from transformers.trainer_callback import ExportableState
 from trl import SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.checkpoints.marker import checkpoints_in, load_marker
 from self_healing.checkpoints.vetting import vet
-from self_healing.hf.trainer_state import Pending
 
 
 STEPS = {"max_steps": 6, "logging_steps": 2}
@@ -60,7 +58,6 @@ def taken_up(directory: Path, tokenizer: Any, **arguments: Any) -> Any:
     ("event", "step"),
     [
         ("on_step_end", 4),
-        pytest.param("on_log", 4, marks=pytest.mark.slow),
         pytest.param("on_step_end", 6, marks=pytest.mark.slow),
         pytest.param("on_step_begin", 3, marks=pytest.mark.slow),
     ],
@@ -129,16 +126,6 @@ def test_kept_checkpoints_give_way_to_an_emergency_checkpoint(tmp_path: Path, to
     assert healer.get_report().steps_lost == 0
     (saved,) = [event for event in journal(tmp_path, "action") if event["action"] == "emergency_checkpoint"]
     assert saved["happened"]
-
-
-def test_the_marker_says_what_is_pending(tmp_path: Path, tokenizer: Any) -> None:
-    left = killed_while_it_waits(tmp_path, tokenizer, "on_step_end", 4)
-    (checkpoint,) = checkpoints_in(left)
-    marker = load_marker(checkpoint)
-    assert marker is not None
-    pending = Pending.from_dict(marker["bookkeeping"]["pending"])
-    assert (pending.events, pending.stop) == (True, False)
-    assert pending.grad_norm > 0
 
 
 class Remembering(TrainerCallback, ExportableState):

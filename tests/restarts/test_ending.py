@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from self_healing import FAILURE_RECIPES, Action, FailureType, HealingConfig, Incident, UnrecoverableTrainingError
-from self_healing.checkpoints.marker import write_marker
 from self_healing.healers.assembly import assemble
 from self_healing.healers.restarts import ending, preemption
 from self_healing.healers.restarts.attempts import Attempts
 from self_healing.healers.restarts.ending import Shutdown
-from self_healing.hf.trainer_state import ResumePoint
 from self_healing.ranks.messages import Failure
 from self_healing.run.record import ExitReason, RunRecord
 from self_healing.run.run import Run
@@ -37,19 +35,6 @@ def process(directory: Path, step: int = 6, recorded: bool = True, rank: int = 0
     return run
 
 
-def emergency_checkpoint(directory: Path, step: int) -> ResumePoint:
-    path = directory / "emergency" / f"checkpoint-{step}"
-    path.mkdir(parents=True)
-    return SimpleNamespace(path=str(path), step=step)  # type: ignore[return-value]
-
-
-def marked(directory: Path, step: int) -> str:
-    checkpoint = directory / f"checkpoint-{step}"
-    checkpoint.mkdir()
-    write_marker(checkpoint, "run", step, {}, emergency=False)
-    return str(checkpoint)
-
-
 def record_in(directory: Path) -> RunRecord:
     record = RunRecord.read(directory)
     assert record is not None
@@ -60,11 +45,6 @@ def written(directory: Path, name: str = "postmortem.json") -> dict[str, Any]:
     found = json.loads((directory / name).read_text())
     assert isinstance(found, dict)
     return found
-
-
-def events(run: Run, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in run.journal.path.read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
 
 
 def fatal(run: Run, failure: FailureType = FailureType.NETWORK) -> Incident:
@@ -133,65 +113,6 @@ class TestAnIncidentThatNothingCures:
             f"Training stopped at step 6: The line is dead. What to do: {advice} Postmortem: {path}."
         )
 
-    def test_the_emergency_checkpoint_of_this_step_is_what_to_go_on_from(
-        self, tmp_path: Path, older: list[tuple[str, str, bool]]
-    ) -> None:
-        run = process(tmp_path)
-        run.part(Attempts).resume_point = emergency_checkpoint(tmp_path, 6)
-        run.part(Shutdown).stop(fatal(run), "why")
-        assert written(tmp_path)["emergency_checkpoint"] == str(tmp_path / "checkpoint-6")
-        assert run.part(Attempts).resume_point.path == str(tmp_path / "checkpoint-6")
-        assert older == []
-
-
-@pytest.mark.usefixtures("older")
-class TestAnExceptionThatEndsTheRun:
-    def stop(self, run: Run, resume_from: Any, failure: FailureType = FailureType.NETWORK, **given: Any) -> str:
-        error = ConnectionError("refused")
-        return run.part(Shutdown).stop_for_exception(fatal(run, failure), failure, error, resume_from, **given)
-
-    def test_the_emergency_checkpoint_it_would_go_on_from_is_published(self, tmp_path: Path) -> None:
-        run = process(tmp_path)
-        run.part(Attempts).resume_point = point = emergency_checkpoint(tmp_path, 6)
-        advice = self.stop(run, point.path)
-        found = written(tmp_path)
-        assert found["emergency_checkpoint"] == str(tmp_path / "checkpoint-6")
-        assert advice.endswith(f"The checkpoint to resume from: {tmp_path / 'checkpoint-6'}.")
-        assert (found["verdict"], found["what_to_do"].startswith(advice)) == ("ConnectionError: refused", True)
-        assert run.part(Attempts).postmortem == str(tmp_path / "postmortem.json")
-        assert [each.outcome for each in run.journal.incidents] == ["fatal"]
-
-    def test_where_a_checkpoint_was_to_be_saved_first_it_is_the_one_gone_back_to(self, tmp_path: Path) -> None:
-        run = process(tmp_path)
-        assert FAILURE_RECIPES[FailureType.NETWORK].saves_first
-        self.stop(run, "checkpoint-2")
-        assert written(tmp_path)["resume_with"] == "trainer.train(resume_from_checkpoint='checkpoint-2')"
-
-
-class TestADeviceThatIsLost:
-    @pytest.mark.parametrize("restarts", ["yes", "no"])
-    def test_it_is_written_down_once_and_the_process_is_started_again_or_not(
-        self, tmp_path: Path, restarts: Any
-    ) -> None:
-        run = process(tmp_path, launcher_restarts=restarts)
-        newest = marked(tmp_path, 4)
-        run.part(Shutdown).note_lost_device(RuntimeError("x" * 600))
-        run.part(Shutdown).note_lost_device(RuntimeError("and again"))
-        (incident,) = run.journal.incidents
-        again = restarts == "yes"
-        run.part(Shutdown).leave_lost_device(RuntimeError("lost"))
-        assert run.part(Shutdown).ends_process is again
-        assert record_in(tmp_path).ending is (ExitReason.RESTART if again else ExitReason.RUNNING)
-        assert incident.actions == [Action.EXIT_FOR_RESTART if again else Action.STOP]
-        assert incident.outcome == ("open" if again else "fatal")
-        assert (incident.symptom, incident.failure) == ("RuntimeError", FailureType.DEVICE)
-        assert incident.evidence == {"message": "x" * 500}
-        assert [event["exit_code"] for event in events(run, "action") if again] == ([75] if again else [])
-        found = written(tmp_path)
-        assert found["resume_with"] == f"trainer.train(resume_from_checkpoint={newest!r})"
-        assert (found["emergency_checkpoint"], run.device_lost) == (None, True)
-        assert found["verdict"].startswith("RuntimeError: xxx")
-
 
 class TestTheEndOfTheRun:
     @pytest.mark.parametrize(
@@ -216,19 +137,3 @@ class TestTheEndOfTheRun:
         assert (tmp_path / "postmortem.json").exists() is not told
         assert record.postmortem == (None if told else str(tmp_path / "postmortem.json"))
         assert any("postmortem" in note for note in getattr(error, "__notes__", [])) is not told
-
-    def test_an_interrupted_run_goes_on_from_its_emergency_checkpoint(
-        self, tmp_path: Path, older: list[tuple[str, str, bool]]
-    ) -> None:
-        run = process(tmp_path)
-        run.part(Attempts).resume_point = emergency_checkpoint(tmp_path, 6)
-        waiting = fatal(run)
-        run.journal.acted(waiting, Action.RESUME.value)
-        run.outcomes.wait_for(waiting)
-        run.part(Shutdown).note_exception(KeyboardInterrupt())
-        found = written(tmp_path)
-        assert (found["failure"], found["verdict"]) == ("interrupted", "the run was interrupted")
-        assert found["emergency_checkpoint"] == str(tmp_path / "checkpoint-6")
-        assert older == []
-        # No step comes after it.
-        assert waiting.outcome == "resolved"

@@ -68,13 +68,6 @@ def test_what_the_ranks_know_of_their_launch_is_put_together() -> None:
     assert (found.restarts, found.by_agent, found.started_again) == (2, True, True)
 
 
-def test_jobs_and_pods_are_known_by_their_names() -> None:
-    pod = launch_of({"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
-    assert (pod.launcher, pod.in_a_pod, pod.started_again, pod.job) == ("none", True, False, "")
-    both = launch_of({"TORCHELASTIC_RUN_ID": "a", "SLURM_JOB_ID": "7", "KUBERNETES_SERVICE_HOST": "10.0.0.1"})
-    assert (both.launcher, both.in_a_pod, both.job) == ("torchrun", True, "7")
-
-
 class TestARecord:
     def read(self, directory: Path, **changes: Any) -> RunRecord:
         """What is read of a record that was changed by hand; a field that is `...` is left out."""
@@ -119,11 +112,3 @@ class TestARecord:
     ) -> None:
         (tmp_path / PROGRESS_FILE).write_bytes(MARK.pack(attempt, step))
         assert self.read(tmp_path).newest.last_step == last
-
-    def test_counts_the_processes_and_keeps_the_newest_ones(self, tmp_path: Path) -> None:
-        record = RunRecord(tmp_path, "run")
-        assert record.ending is ExitReason.FINISHED
-        for _ in range(52):
-            record.begin_attempt(None, 0)
-        assert [each.number for each in record.attempts] == [*range(3, 53)]
-        assert record.newest.call == 52

@@ -92,7 +92,7 @@ def test_a_run_goes_back_to_the_state_it_was_resumed_from(
 ) -> None:
     options = {"in_memory": True, "config": CLOSE, "arguments": {"save_strategy": "no"}}
     assert start(job, 0, fault="sigkill", step=7, **options) == -9
-    assert start(job, 1, first="corrupted weights", at=2, **options) == 0
+    assert start(job, 1, nan_weight_after=7, **options) == 0
     assert resumed_from_memory(job) == [6]
     (back,) = (event for event in journal(job, "action") if event["action"] == "roll_back")
     assert (back["to_step"], back["state"]) == (6, "initial")
@@ -135,7 +135,11 @@ class Raising(TrainerCallback):
 
 @pytest.mark.parametrize(
     ("error", "left"),
-    [(None, False), (KeyboardInterrupt(), False), (ValueError("a bug"), True)],
+    [
+        (None, False),
+        pytest.param(KeyboardInterrupt(), False, marks=pytest.mark.slow),
+        (ValueError("a bug"), True),
+    ],
     ids=["finished", "interrupted", "may be started again"],
 )
 def test_states_stay_only_where_another_process_goes_on(
@@ -364,6 +368,7 @@ def test_each_way_to_shard_goes_on_from_memory(
         assert log.count("in shared memory cannot be gone on from: buffer 'added' was not there") == 1
 
 
+@pytest.mark.slow
 def test_what_is_left_is_what_the_run_trains_now(job: Path, tokenizer: Any) -> None:
     """Since the newest snapshot, something has given a weight other memory, and put another buffer in place."""
 

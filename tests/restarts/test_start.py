@@ -18,17 +18,13 @@ import torch
 from self_healing import HealingConfig
 from self_healing.checkpoints.choice import CheckpointError
 from self_healing.checkpoints.marker import write_marker
-from self_healing.checkpoints.vetting import Verdict
 from self_healing.healers.restarts.start import (
     Start,
-    continues,
     is_off,
-    note_start,
     of_this_job,
     refuse_to_train_beside,
     start_of,
 )
-from self_healing.journal.journal import Journal
 from self_healing.rollback.shared_memory import SharedStep
 from self_healing.run.record import _CALLS, Attempt, ExitReason, RunRecord
 from self_healing.system.files import OFF_FILE, STATE_FILE
@@ -66,13 +62,6 @@ def checkpoint_in(directory: Path, step: int, run: str | None = "run") -> str:
 
 
 class TestAStart:
-    @pytest.mark.parametrize(("step", "spends", "again"), [(3, True, 3), (4, True, 2), (5, False, 1), (7, False, 0)])
-    def test_progress_is_a_later_step_than_the_one_before_began_at(
-        self, tmp_path: Path, step: int, spends: bool, again: int
-    ) -> None:
-        start = Start("checkpoint", step, record_of(tmp_path, ExitReason.FAILED))
-        assert (start.died, start.spends, start.steps_to_repeat) == (False, spends, again)
-
     @pytest.mark.parametrize(("came_to", "spends"), [([], False), ([9], True), ([7], True), ([6], False)])
     def test_from_memory_progress_is_a_later_end_than_those_before(
         self, tmp_path: Path, came_to: list[int], spends: bool
@@ -94,16 +83,6 @@ class TestTheJobOfARecord:
     def test_slurm_by_its_id(self, tmp_path: Path, job: str, requeued: bool, of_this: bool) -> None:
         assert of_this_job(record_of(tmp_path), replace(SLURM, job=job, requeued=requeued)) == of_this
 
-    def test_of_a_requeued_torchrun_the_job_tells(self, tmp_path: Path) -> None:
-        assert of_this_job(record_of(tmp_path), replace(TORCHRUN, requeued=True, agent="another"))
-
-    def test_only_a_launcher_that_has_started_it_again_goes_on_by_itself(self, tmp_path: Path) -> None:
-        record = record_of(tmp_path)
-        assert continues(record, TORCHRUN, None)
-        assert continues(record, SLURM, "checkpoint-2")
-        assert not continues(record, TORCHRUN, False)
-        assert not continues(record, PLAIN, None)
-
 
 class TestWhatACheckpointBegins:
     @pytest.mark.parametrize("requested", [True, "auto"])
@@ -115,10 +94,6 @@ class TestWhatACheckpointBegins:
     def test_one_that_is_named_begins_another_branch(self, tmp_path: Path, requested: Any) -> None:
         record, checkpoint = record_of(tmp_path), checkpoint_in(tmp_path, 4)
         assert start_of(checkpoint, 4, record, PLAIN, False, requested) == Start(checkpoint, 4)
-
-    def test_a_finished_run_is_not_gone_on_with(self, tmp_path: Path) -> None:
-        record, checkpoint = record_of(tmp_path, ExitReason.FINISHED), checkpoint_in(tmp_path, 4)
-        assert start_of(checkpoint, 4, record, PLAIN, False, True) == Start(checkpoint, 4)
 
     @pytest.mark.parametrize("other", ["other", None])
     def test_the_newest_of_another_run_begins_anew(self, tmp_path: Path, other: str | None) -> None:
@@ -183,16 +158,3 @@ def test_a_note_that_healing_is_off_counts_however_little_of_it_can_be_read(
     assert is_off(HealingConfig(), args)
     assert f"Healing is off: {OFF_FILE} does not say why." in caplog.text
     assert f"please remove {tmp_path / OFF_FILE}" in caplog.text
-
-
-def test_where_a_run_begins_is_journaled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal = Journal(tmp_path, HealingConfig(), run_id="run")
-    torn = Verdict("checkpoint-8", 8, False, "torn", "unmarked")
-    note_start(journal, Start(checkpoint_in(tmp_path, 4), 4, passed_over=(torn,)), "out")
-    passed, chosen = [json.loads(line) for line in journal.path.read_text().splitlines()]
-    assert (passed["kind"], passed["step"], passed["path"]) == ("checkpoint_passed_over", 8, "checkpoint-8")
-    assert (chosen["kind"], chosen["step"], chosen["standing"]) == ("checkpoint_chosen", 4, "unverified")
-    assert "starts anew" not in caplog.text
-    note_start(journal, Start(None, passed_over=(replace(torn, step=None),)), "out")
-    assert json.loads(journal.path.read_text().splitlines()[-1])["step"] == 0
-    assert "No checkpoint in out can be resumed from; the run starts anew." in caplog.text

@@ -88,26 +88,6 @@ def test_a_damaged_status_is_as_good_as_none(tmp_path: Path, content: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("marked", "age", "expected"),
-    [
-        (13, 0.0, (13, 100.0)),
-        # A clock of the file system that is behind.
-        (13, 0.9, (13, 99.1)),
-        (13, 1.0, (13, 99.0)),
-        # That of an earlier run.
-        (13, 1.5, (4, 100.0)),
-        (3, 0.0, (4, 100.0)),
-    ],
-)
-def test_how_far_it_came_is_read_from_its_mark(
-    tmp_path: Path, marked: int, age: float, expected: tuple[int, float]
-) -> None:
-    change(begun(tmp_path, marked), step=4, since=100.0)
-    os.utime(tmp_path / "healing_progress.bin", (100.0 - age, 100.0 - age))
-    assert (status_of(tmp_path).step, round(status_of(tmp_path).since, 6)) == expected
-
-
-@pytest.mark.parametrize(
     ("ending", "state", "why"),
     [
         (ExitReason.FINISHED, RunState.ENDED, ""),
@@ -140,17 +120,14 @@ def test_a_journal_without_a_status_tells_what_it_can(tmp_path: Path) -> None:
 # ---- what real runs write ----
 
 
-@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapper", "callback"])
-def test_a_run_tells_while_it_goes_on_and_when_it_has_ended(tmp_path: Path, tokenizer: Any, wrapped: bool) -> None:
+def test_a_run_tells_while_it_goes_on_and_when_it_has_ended(tmp_path: Path, tokenizer: Any) -> None:
     seen: list[RunStatus] = []
 
     class Look(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             seen.append(status_of(tmp_path))
 
-    callbacks = [Look()] if wrapped else [SelfHealingCallback(), Look()]
-    trainer = sft_trainer(tmp_path, tokenizer, max_steps=3, callbacks=callbacks)
-    (SelfHealingTrainer(trainer) if wrapped else trainer).train()
+    SelfHealingTrainer(sft_trainer(tmp_path, tokenizer, max_steps=3, callbacks=[Look()])).train()
     assert [(status.state, status.step, status.max_steps) for status in seen[:1]] == [(RunState.RUNNING, 0, 3)]
     assert {status.state for status in seen} == {RunState.RUNNING}
     result = report(tmp_path)
@@ -159,13 +136,11 @@ def test_a_run_tells_while_it_goes_on_and_when_it_has_ended(tmp_path: Path, toke
     assert result.exit_code == 0
 
 
-@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapper", "callback"])
-def test_a_run_that_an_exception_ended_says_so(tmp_path: Path, tokenizer: Any, wrapped: bool) -> None:
-    callbacks = [] if wrapped else [SelfHealingCallback()]
-    trainer = sft_trainer(tmp_path, tokenizer, max_steps=8, callbacks=callbacks)
+def test_a_run_that_an_exception_ended_says_so(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, max_steps=8, callbacks=[SelfHealingCallback()])
     RaisingForward(trainer.model, lambda forward: forward == 7, lambda: KeyError("labels"))
     with pytest.raises(KeyError):
-        (SelfHealingTrainer(trainer) if wrapped else trainer).train()
+        trainer.train()
     result = report(tmp_path)
     assert "train() was left at step 3 of 8" in result.stdout
     assert "KeyError: 'labels'" in result.stdout
