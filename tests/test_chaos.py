@@ -21,7 +21,6 @@ from conftest import (
     grpo_trainer,
     journal,
     logged,
-    plain_trainer,
     sft_trainer,
     weights,
 )
@@ -38,7 +37,6 @@ from self_healing.tools.chaos.faults import (
     KINDS,
     FaultError,
     Ledger,
-    parse_fault,
     parse_faults,
     strike_ranks,
     strike_steps,
@@ -80,22 +78,10 @@ def unprotected(directory: Path, tokenizer: Any, faults: str, maker: Any = sft_t
 # ---- how faults are written down ----
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "nan_loss*3@random",
-        "oom*always@4",
-        "hang@20:seconds=0.5:where=forward:wait=native",
-        "nan_loss@12:rank=3",
-    ],
-)
-def test_a_fault_is_read_as_it_is_written(text: str) -> None:
-    assert str(parse_fault(text)) == text
-
-
-def test_all_is_every_fault_there_is() -> None:
+def test_faults_are_read_as_they_are_written() -> None:
+    texts = ["nan_loss*3@random", "oom*always@4", "hang@20:seconds=0.5:where=forward:wait=native", "oom@12:rank=3"]
+    assert [str(each) for each in parse_faults(", ".join(texts))] == texts
     assert [fault.kind for fault in parse_faults("all")] == list(KINDS)
-    assert [fault.kind for fault in parse_faults("nan_loss@1, oom")] == ["nan_loss", "oom"]
 
 
 @pytest.mark.parametrize(
@@ -136,13 +122,8 @@ def test_between_random_steps_there_is_room_to_recover() -> None:
 def test_a_run_that_is_too_short_for_them_is_refused() -> None:
     with pytest.raises(FaultError, match="15 faults at random do not fit into 10 steps"):
         strike_steps(parse_faults("all"), 10, seed=0)
-
-
-def test_a_fault_strikes_once_at_its_step(tmp_path: Path, tokenizer: Any) -> None:
-    trainer, rows = rehearsed(tmp_path, tokenizer, "nan_loss@1,inf_gradient@2", plain_trainer, max_steps=4)
-    assert trainer.state.global_step == 4
-    assert strikes(tmp_path) == [("nan_loss", 1), ("inf_gradient", 2)]
-    assert all(row.effect and row.incident for row in rows), "the loss has seen it"
+    with pytest.raises(FaultError, match="cannot strike rank 4: this job has 4"):
+        strike_ranks(parse_faults("oom:rank=4"), 4, seed=0)
 
 
 def test_what_has_struck_does_not_strike_again_in_a_restarted_process(tmp_path: Path, tokenizer: Any) -> None:
@@ -168,13 +149,6 @@ def test_a_strike_is_on_record_before_it_kills(tmp_path: Path, tokenizer: Any) -
 
 
 # ---- several ranks ----
-
-
-def test_a_rank_that_the_job_does_not_have_is_refused(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(FaultError, match="cannot strike rank 4: this job has 4"):
-        strike_ranks(parse_faults("oom:rank=4"), 4, seed=0)
-    with pytest.raises(FaultError, match="cannot strike rank 1: this job has 1"):
-        unprotected(tmp_path, tokenizer, "oom@1:rank=1")
 
 
 # ---- what they leave behind ----
@@ -251,44 +225,6 @@ def test_a_poison_sample_stays_one(tmp_path: Path, tokenizer: Any) -> None:
     assert {event["step"] // 2 for event in journal(tmp_path / "run", "detected")} == {0, 1, 2, 3}
 
 
-def test_a_bad_sample_raises_whenever_it_is_loaded(tmp_path: Path, tokenizer: Any) -> None:
-    for _ in range(2):
-        with pytest.raises(ValueError, match="sample 9 cannot be decoded"):
-            unprotected(tmp_path, tokenizer, "bad_sample:index=9", plain_trainer, max_steps=40)
-    assert len(strikes(tmp_path)) == 1
-
-
-def test_a_full_disk_leaves_half_a_checkpoint(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(OSError, match="No space left on device"):
-        unprotected(tmp_path, tokenizer, "disk_full@1", save_strategy="steps", save_steps=2)
-    torn = tmp_path / "run" / "checkpoint-2"
-    assert torn.is_dir()
-    assert not (torn / "trainer_state.json").exists()
-
-
-def test_a_torn_checkpoint_is_cut_off_after_it_was_written(tmp_path: Path, tokenizer: Any) -> None:
-    copies = {}
-
-    class LinksIt(SelfHealingCallback):
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            super().on_save(args, state, control, **kwargs)
-            file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / "model.safetensors"
-            os.link(file, tmp_path / f"{state.global_step}.safetensors")
-            copies[state.global_step] = file
-
-    trainer = sft_trainer(
-        tmp_path / "run",
-        tokenizer,
-        callbacks=[LinksIt(), chaos(tmp_path, "torn_checkpoint@3")],
-        save_strategy="steps",
-        save_steps=2,
-    )
-    trainer.train()
-    whole = (tmp_path / "2.safetensors").stat().st_size
-    assert copies[2].stat().st_size == whole // 2, "and the link elsewhere is whole"
-    assert copies[4].stat().st_size == whole
-
-
 # ---- what is survived ----
 
 
@@ -300,14 +236,6 @@ def test_faults_inside_of_a_step_are_survived(tmp_path: Path, tokenizer: Any) ->
     assert len(rows) == 6
     assert all(row.effect and row.incident and row.survived for row in rows), rows
     assert len({row.incident for row in rows}) == 6
-
-
-@pytest.mark.slow
-def test_corrupted_and_scrambled_weights_are_survived(tmp_path: Path, tokenizer: Any) -> None:
-    run = {"max_steps": 120, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
-    trainer, rows = rehearsed(tmp_path, tokenizer, "corrupted_weights@60,scrambled_layer@90", plain_trainer, **run)
-    assert trainer.state.global_step == 120
-    assert all(row.effect and row.incident and row.survived for row in rows), rows
 
 
 def events_of(directory: Path, failure: FailureType, outcome: str | None = "resolved", step: int = 4) -> None:
@@ -336,11 +264,6 @@ def test_each_fault_is_matched_with_its_incident(kind: str, failure: FailureType
     (row,) = survived(ledger, tmp_path / "run")
     assert row.incident == f"run-{failure}-001"
     assert (row.outcome, row.survived) == ("resolved", True)
-
-
-def test_one_that_never_struck_is_told_of(tmp_path: Path, tokenizer: Any) -> None:
-    _, rows = rehearsed(tmp_path, tokenizer, "oom@1,disk_full@2")
-    assert [(row.fault, row.outcome) for row in rows] == [("oom@1", "resolved"), ("disk_full@2", "did not strike")]
 
 
 # ---- the command line ----
@@ -387,15 +310,6 @@ def test_a_script_that_is_not_there_and_faults_that_are_none_are_refused(tmp_pat
     old = runner.invoke(app, ["chaos", str(script(tmp_path)), "--ledger", str(tmp_path / "old.jsonl")])
     assert old.exit_code == 2
     assert "holds an earlier rehearsal" in old.stderr
-
-
-@pytest.mark.slow
-def test_a_script_is_rehearsed_without_being_touched(tmp_path: Path) -> None:
-    done = command(str(script(tmp_path)), "--faults", "nan_loss@2,oom@4", "--", "run", "6", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "Every fault was survived." in done.stdout
-    (ledger,) = tmp_path.glob("chaos-*.jsonl")
-    assert [strike.kind for strike in Ledger(ledger).strikes()] == ["nan_loss", "oom"]
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 import dataclasses
 import functools
-import inspect
 import re
 from collections import Counter
 from pathlib import Path
@@ -80,9 +79,6 @@ class TestParsers:
 
         return parse_yaml
 
-    def test_an_empty_command_line_gives_the_defaults(self, parse):
-        assert parse() == HealingConfig()
-
     def test_the_command_line_sets_every_kind_of_value(self, parse):
         config = parse(
             *("--on_nonfinite", "skip"),
@@ -102,10 +98,6 @@ class TestParsers:
     def test_the_no_twin_switches_a_flag_off(self, parse):
         assert changes(parse("--no_snapshots")) == {"snapshots": False}
 
-    def test_the_command_line_is_validated(self, parse):
-        with pytest.raises(ConfigurationError, match="`nan_patience` is 0"):
-            parse("--nan_patience", "0")
-
     def test_yaml_may_write_off_without_quotes(self, parse_yaml):
         config = parse_yaml("on_hang: off\nlauncher_restarts: yes\n")
         assert changes(config) == {"on_hang": "off", "launcher_restarts": "yes"}
@@ -113,23 +105,9 @@ class TestParsers:
     def test_the_command_line_overrides_yaml(self, parse_yaml):
         assert changes(parse_yaml("nan_patience: 5\n", "--nan_patience", "6")) == {"nan_patience": 6}
 
-    def test_a_preset_is_chosen_by_a_flag(self, parse):
-        assert parse("--healing_preset", "aggressive") == HealingConfig.aggressive()
-        assert parse("--healing_preset", "conservative") == HealingConfig.conservative()
-
-    @pytest.mark.parametrize("first", [True, False])
-    @pytest.mark.parametrize(
-        ("name", "value", "flags"),
-        [
-            ("nan_patience", 3, ["--nan_patience", "3"]),
-            ("on_divergence", "heal", ["--on_divergence", "heal"]),
-        ],
-    )
-    def test_a_flag_wins_over_the_preset_even_where_it_is_the_default(self, parse, name, value, flags, first):
-        preset = ["--healing_preset", "conservative"]
-        config = parse(*flags, *preset) if first else parse(*preset, *flags)
-        assert config == HealingConfig.conservative(**{name: value})
-        assert getattr(config, name) == value
+    def test_a_flag_wins_over_the_preset_even_where_it_is_the_default(self, parse):
+        preset, flags = ["--healing_preset", "conservative"], ["--nan_patience", "3"]
+        assert parse(*flags, *preset) == parse(*preset, *flags) == HealingConfig.conservative(nan_patience=3)
 
     @pytest.mark.parametrize("parser_class", [HfArgumentParser, TrlParser])
     def test_help_lists_every_option_once(self, parser_class):
@@ -138,18 +116,18 @@ class TestParsers:
         listed = Counter(re.findall(r"^  (--\w+)", parser.format_help(), flags=re.MULTILINE))
         assert {name: listed[f"--{name}"] for name in NAMES} == dict.fromkeys(NAMES, 1)
 
-    @pytest.mark.parametrize("host_config", HOST_CONFIGS)
-    def test_no_option_collides_with_the_host(self, host_config):
-        ours = option_strings(HfArgumentParser(HealingConfig, add_help=False))
-        assert set(ours) & set(option_strings(HfArgumentParser(host_config, add_help=False))) == set()
+    def test_no_option_collides_with_those_of_the_hosts(self):
+        ours = set(option_strings(HfArgumentParser(HealingConfig, add_help=False)))
+        for host_config in HOST_CONFIGS:
+            assert ours & set(option_strings(HfArgumentParser(host_config, add_help=False))) == set(), host_config
 
 
 class TestFields:
-    @pytest.mark.parametrize("name", NAMES)
-    def test_every_setting_has_a_help_text_that_argparse_can_format(self, name):
-        text = HealingConfig.__dataclass_fields__[name].metadata["help"]
-        assert text.endswith(".")
-        assert "%" not in text
+    def test_every_setting_has_a_help_text_that_argparse_can_format(self):
+        for field in dataclasses.fields(HealingConfig):
+            text = field.metadata["help"]
+            assert text.endswith("."), field.name
+            assert "%" not in text, field.name
 
 
 class TestValidation:
@@ -161,6 +139,7 @@ class TestValidation:
             ("max_recovery_attempts", -1),
             ("grad_explosion_threshold", -1),
             ("zclip_ema_decay", 1.0),
+            ("api_retry_max_delay", float("nan")),
         ],
     )
     def test_a_number_out_of_range_is_refused(self, name, value):
@@ -181,11 +160,6 @@ class TestValidation:
     def test_a_value_of_the_wrong_kind_is_refused(self, name, value):
         with pytest.raises(ConfigurationError, match=f"`{name}` is "):
             HealingConfig(**{name: value})
-
-    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    def test_a_number_that_is_not_finite_is_refused(self, value):
-        with pytest.raises(ConfigurationError, match=r"`api_retry_max_delay` is .* must be a finite number"):
-            HealingConfig(api_retry_max_delay=value)
 
     def test_the_longest_wait_may_not_be_shorter_than_the_first(self):
         with pytest.raises(ConfigurationError, match=r"`api_retry_max_delay` is 0\.5, but must be at least"):
@@ -245,10 +219,6 @@ class TestPresets:
             "max_recovery_attempts": 2,
         }
 
-    @pytest.mark.parametrize("preset", [HealingConfig.aggressive, HealingConfig.conservative])
-    def test_an_override_wins_over_the_preset(self, preset):
-        assert preset(nan_patience=4) == dataclasses.replace(preset(), nan_patience=4)
-
     def test_a_misspelled_keyword_names_the_closest_setting(self):
         for make in (HealingConfig, functools.partial(dataclasses.replace, HealingConfig())):
             with pytest.raises(
@@ -256,15 +226,8 @@ class TestPresets:
             ):
                 make(nan_patiance=3)
 
-    def test_the_signature_still_shows_every_setting(self):
-        assert list(inspect.signature(HealingConfig).parameters) == NAMES
-
 
 class TestDict:
-    def test_sections_and_flat_keys_together(self):
-        config = HealingConfig.from_dict({"nan_patience": 5, "recovery": {"max_recovery_attempts": 9}})
-        assert changes(config) == {"nan_patience": 5, "max_recovery_attempts": 9}
-
     @pytest.mark.parametrize("config", [{"nan_patince": 5}, {"nonfinite": {"nan-patience": 5}}])
     def test_an_unknown_key_names_the_closest_one(self, config):
         with pytest.raises(ConfigurationError, match=r"Did you mean `nan_patience` in \[nonfinite\]"):
@@ -281,11 +244,6 @@ class TestDict:
     def test_a_key_given_flat_and_in_its_section_is_refused_even_if_equal(self):
         with pytest.raises(ConfigurationError, match="`nan_patience` is given twice"):
             HealingConfig.from_dict({"nan_patience": 5, "nonfinite": {"nan_patience": 5}})
-
-    @pytest.mark.parametrize("config", [None, "nan_patience"])
-    def test_what_is_no_mapping_is_refused(self, config):
-        with pytest.raises(ConfigurationError, match="must be a mapping"):
-            HealingConfig.from_dict(config)
 
 
 def values_of(name: str) -> st.SearchStrategy:
@@ -313,7 +271,7 @@ configs = st.builds(HealingConfig, **{name: values_of(name) for name in NAMES})
 
 
 class TestToml:
-    @settings(deadline=None)  # it writes files, and the machine may be busy
+    @settings(deadline=None, max_examples=30)  # it writes files, and the machine may be busy
     @given(config=configs)
     def test_the_round_trip_is_exact(self, config, tmp_path_factory):
         path = tmp_path_factory.getbasetemp() / "round_trip.toml"
@@ -327,17 +285,6 @@ class TestToml:
     def test_a_broken_file_is_named_with_its_line(self, line, tmp_path):
         path = write(tmp_path / "broken.toml", f"[nonfinite]\nmax_skipped_fraction = 0.5\n{line}")
         with pytest.raises(ConfigurationError, match=r"broken\.toml is not valid TOML: .*line 3,.* Please correct"):
-            HealingConfig.from_toml(path)
-
-    def test_a_file_that_is_not_utf8_is_named_with_its_line(self, tmp_path):
-        path = tmp_path / "latin.toml"
-        path.write_bytes('nan_patience = 5\nhealing_dir = "é"\n'.encode("latin-1"))
-        with pytest.raises(ConfigurationError, match=r"latin\.toml is not UTF-8 text at line 2\. Please"):
-            HealingConfig.from_toml(path)
-
-    def test_a_bad_value_is_named_with_its_file(self, tmp_path):
-        path = write(tmp_path / "bad.toml", "nan_patience = 0\n")
-        with pytest.raises(ConfigurationError, match=r"bad\.toml: `nan_patience` is 0"):
             HealingConfig.from_toml(path)
 
     def test_a_missing_file_is_an_error(self, tmp_path):
@@ -359,10 +306,6 @@ class TestGiven:
         for make in (SelfHealingCallback, lambda config: SelfHealingTrainer(trainer, config)):
             with pytest.raises(ConfigurationError, match=re.escape(said)):
                 make(given)
-
-    def test_a_missing_file_of_rules_names_the_setting(self, tmp_path):
-        with pytest.raises(ConfigurationError, match=r"`rules_file` is '.*nope\.toml', which cannot be read: No such"):
-            SelfHealingCallback({"rules_file": tmp_path / "nope.toml"})
 
     def test_a_model_in_the_place_of_a_trainer_is_named_by_its_class_alone(self):
         with pytest.raises(TypeError, match=r"wraps an existing trainer, but got a Linear\. Please build it first"):
@@ -398,23 +341,6 @@ class TestGiven:
 
 
 class TestRecipes:
-    @pytest.mark.parametrize(
-        ("name", "config"),
-        [
-            ("dpo", HealingConfig(nan_patience=2)),
-            (
-                "grpo",
-                HealingConfig(
-                    max_recovery_attempts=10,
-                    api_retry_base_delay=5.0,
-                    api_retry_max_delay=900.0,
-                ),
-            ),
-        ],
-    )
-    def test_a_recipe_holds_what_it_promises(self, name, config):
-        assert HealingConfig.from_toml(RECIPES / f"{name}.toml") == config
-
     @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
     def test_a_recipe_has_no_setting_at_its_default(self, path):
         listed = re.findall(r"^(\w+) =", path.read_text(), flags=re.MULTILINE)

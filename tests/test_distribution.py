@@ -16,10 +16,8 @@ import pytest
 from hatchling.builders.plugin.interface import BuilderInterface
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
-from typer.testing import CliRunner
 
 import self_healing
-from self_healing.tools.cli import app
 
 
 ROOT = Path(__file__).parent.parent
@@ -44,19 +42,6 @@ def test_no_instruction_installs_the_namesake() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "pip install 'self-healing[trl]'",
-        "pip install self-healing",
-        "uv pip install -U self_healing",
-        '"self-healing[trl]"',
-    ],
-)
-def test_an_old_instruction_would_be_found(line: str) -> None:
-    assert OLD_INSTRUCTION.search(line)
-
-
 def test_the_distribution_has_a_name_of_its_own() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["name"] == "self-healing-trl"
@@ -64,12 +49,6 @@ def test_the_distribution_has_a_name_of_its_own() -> None:
 
 
 # ---- what is built ----
-
-
-def test_the_command_says_which_version_it_is() -> None:
-    done = CliRunner().invoke(app, ["--version"])
-    assert done.exit_code == 0
-    assert done.stdout == f"self-healing-trl {self_healing.__version__}\n"
 
 
 def test_the_newest_version_of_the_changelog_is_that_of_the_package() -> None:
@@ -200,15 +179,6 @@ def test_the_command_says_that_the_namesake_has_taken_its_place(tmp_path: Path) 
     assert "`self-healing` 0.1.2 is installed" in done.stderr
     assert "pip install 'self-healing-trl[trl]'" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_the_command_says_that_another_package_has_taken_its_place(tmp_path: Path) -> None:
-    (tmp_path / "self_healing").mkdir()
-    (tmp_path / "self_healing" / "__init__.py").write_text("")
-    done = command(tmp_path, ROOT)
-    assert done.returncode == 1
-    assert "0.1.2" not in done.stderr
-    assert "that is not self-healing-trl" in done.stderr
 
 
 @pytest.mark.slow

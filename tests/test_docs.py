@@ -225,56 +225,60 @@ def test_the_tables_of_the_detectors_are_those_that_were_measured() -> None:
     assert benchmark["page_with_tables"](page, result) == page, "run python benchmarks/detectors.py --docs"
 
 
+def measured(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def assert_quoted(*pages: str, quoted: list[str]) -> None:
+    text = " ".join(" ".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in pages).split())
+    assert [each for each in quoted if each not in text] == []
+
+
 def test_the_overhead_is_quoted_as_measured() -> None:
-    measured = json.loads((ROOT / "benchmarks" / "results" / "overhead_cpu.json").read_text(encoding="utf-8"))
-    page = " ".join((ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8").split())
-    low, high = measured["extra_ms_per_step_ci95"]
-    assert f"**+{measured['extra_ms_per_step']:.2f} ms per step** (95 % interval {low:+.2f} to {high:+.2f} ms)" in page
-    low, high = measured["ratio_ci95"]
-    assert f"a ratio of {measured['ratio']:.3f} ({low:.3f} to {high:.3f})" in page
-    assert f"{measured['plain_ms_per_step']:.1f} ms per step" in page
-    assert f"over {measured['duets']} duets of {measured['pairs_of_turns_per_duet']} pairs of steps" in page
+    found = measured("overhead_cpu")
+    (low, high), (least, most) = found["extra_ms_per_step_ci95"], found["ratio_ci95"]
+    quoted = [
+        f"**+{found['extra_ms_per_step']:.2f} ms per step** (95 % interval {low:+.2f} to {high:+.2f} ms)",
+        f"a ratio of {found['ratio']:.3f} ({least:.3f} to {most:.3f})",
+        f"{found['plain_ms_per_step']:.1f} ms per step",
+        f"over {found['duets']} duets of {found['pairs_of_turns_per_duet']} pairs of steps",
+    ]
+    assert_quoted("how-it-works", quoted=quoted)
 
 
 def test_the_cost_of_snapshots_is_quoted_as_measured() -> None:
-    measured = json.loads((ROOT / "benchmarks" / "results" / "snapshots_cpu.json").read_text(encoding="utf-8"))
-    page = " ".join((ROOT / "docs" / "rollback.md").read_text(encoding="utf-8").split())
-    seconds = measured["seconds"]
-    assert f"a Llama of {measured['parameters'] / 1e6:.1f}M parameters" in page
-    assert f"{measured['step_seconds']:.2f} s per step" in page
-    assert f"a snapshot of {measured['bytes'] / 1e9:.2f} GB takes **{seconds['snapshot']:.3f} s**" in page
-    assert f"{measured['snapshot_share_of_step']:.1%}".replace("%", " %") + " of a step" in page
-    assert f"one every {measured['interval_at_the_default_budget']} steps" in page
-    assert f"putting it back takes {seconds['restore']:.3f} s" in page
-    assert f"took {seconds['save_checkpoint']:.2f} s and loading it again {seconds['load_checkpoint']:.2f} s" in page
-    assert f"{measured['snapshot_over_save']:.0%}".replace("%", " %") + " of the time of a checkpoint" in page
+    found = measured("snapshots_cpu")
+    seconds = found["seconds"]
+    quoted = [
+        f"a Llama of {found['parameters'] / 1e6:.1f}M parameters",
+        f"{found['step_seconds']:.2f} s per step",
+        f"a snapshot of {found['bytes'] / 1e9:.2f} GB takes **{seconds['snapshot']:.3f} s**",
+        f"{found['snapshot_share_of_step']:.1%}".replace("%", " %") + " of a step",
+        f"one every {found['interval_at_the_default_budget']} steps",
+        f"putting it back takes {seconds['restore']:.3f} s",
+        f"took {seconds['save_checkpoint']:.2f} s and loading it again {seconds['load_checkpoint']:.2f} s",
+        f"{found['snapshot_over_save']:.0%}".replace("%", " %") + " of the time of a checkpoint",
+    ]
+    assert_quoted("rollback", quoted=quoted)
 
 
-def pages_on_memory() -> str:
-    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("memory.md", "memory-reference.md")]
-    return " ".join(" ".join(pages).split())
-
-
-def test_the_throughput_after_healing_is_quoted_as_measured() -> None:
-    results = ROOT / "benchmarks" / "results" / "memory_throughput_cpu.json"
-    tasks = json.loads(results.read_text(encoding="utf-8"))["tasks"]
-    page = pages_on_memory()
+def test_the_cost_of_splitting_is_quoted_as_measured() -> None:
+    tasks = measured("memory_throughput_cpu")["tasks"]
     for task in ("sft", "dpo", "grpo"):
         assert tasks[task]["in_calls"] >= 0.9
         assert tasks[task]["in_processor_time"]["ratio"] >= 0.9
     sft, dpo, grpo = (f"{tasks[task]['in_processor_time']['ratio']:.2f}" for task in ("sft", "dpo", "grpo"))
-    assert f"{sft} (SFT), {dpo} (DPO) and {grpo} (GRPO) of the optimizer steps per second" in page
-
-
-def test_the_cost_of_splitting_is_quoted_as_measured() -> None:
-    measured = json.loads((ROOT / "benchmarks" / "results" / "memory_cost_cpu.json").read_text(encoding="utf-8"))
-    page = pages_on_memory()
-    two, four = measured["split"]["2"], measured["split"]["4"]
-    assert f"two pieces takes {two['over_by_hand']['ratio']:.2f} times as long" in page
-    assert f"one in four {four['over_by_hand']['ratio']:.2f} times" in page
-    assert f"{two['over_whole']['ratio']:.2f} and {four['over_whole']['ratio']:.2f} times" in page
-    healthy = measured["healthy_run"]
+    found = measured("memory_cost_cpu")
+    two, four, healthy = found["split"]["2"], found["split"]["4"], found["healthy_run"]
     low, high = healthy["heal_over_raise"]["ratio_ci95"]
-    assert f"ratio {healthy['heal_over_raise']['ratio']:.3f}, 95 % {low:.3f} to {high:.3f}" in page
-    assert f"beside itself: {healthy['raise_over_raise']['ratio']:.3f}" in page
-    assert f"measured: {healthy['backup_over_heal']['ratio']:.3f} times" in page
+    quoted = [
+        f"{sft} (SFT), {dpo} (DPO) and {grpo} (GRPO) of the optimizer steps per second",
+        f"two pieces takes {two['over_by_hand']['ratio']:.2f} times as long",
+        f"one in four {four['over_by_hand']['ratio']:.2f} times",
+        f"{two['over_whole']['ratio']:.2f} and {four['over_whole']['ratio']:.2f} times",
+        f"ratio {healthy['heal_over_raise']['ratio']:.3f}, 95 % {low:.3f} to {high:.3f}",
+        f"beside itself: {healthy['raise_over_raise']['ratio']:.3f}",
+        f"measured: {healthy['backup_over_heal']['ratio']:.3f} times",
+    ]
+    assert_quoted("memory", "memory-reference", quoted=quoted)

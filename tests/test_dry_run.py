@@ -17,16 +17,16 @@ from conftest import (
     plain_trainer,
     scaled_half_precision_trainer,
     sft_trainer,
+    slowly,
     tiny_model,
     weights,
 )
-from datasets import Dataset
 from transformers import TrainerCallback
 
-from self_healing import DryRunReport, SelfHealingTrainer
+from self_healing import SelfHealingTrainer
 
 
-@pytest.mark.parametrize("name", ["Trainer", "SFTTrainer", "DPOTrainer", "GRPOTrainer"])
+@pytest.mark.parametrize("name", ["SFTTrainer", "GRPOTrainer", *slowly("Trainer", "DPOTrainer")])
 def test_training_after_a_dry_run_is_training_without_one(tmp_path: Path, tokenizer: Any, name: str) -> None:
     plain = TRAINERS[name](tmp_path / "plain", tokenizer, max_steps=4)
     plain.train()
@@ -74,7 +74,9 @@ def test_an_exception_in_it_leaves_no_trace_either(tmp_path: Path, tokenizer: An
 @pytest.mark.parametrize(
     ("build", "arguments"),
     [
-        pytest.param(sft_trainer, {"bf16": True, "neftune_noise_alpha": 5.0}, id="bf16 and NEFTune"),
+        pytest.param(
+            sft_trainer, {"bf16": True, "neftune_noise_alpha": 5.0}, id="bf16 and NEFTune", marks=pytest.mark.slow
+        ),
         pytest.param(scaled_half_precision_trainer, {}, id="fp16 with a scaler"),
         pytest.param(
             adapter_trainer, {"bf16": True, "gradient_checkpointing": True}, id="LoRA", marks=pytest.mark.slow
@@ -99,12 +101,6 @@ def test_training_after_a_dry_run_is_prepared_as_without_one(
     assert scaler is None or scaler.state_dict() == plain.accelerator.scaler.state_dict()
 
 
-@pytest.mark.parametrize("steps", [0, 1.5])
-def test_a_number_of_steps_that_makes_no_sense_is_refused(tmp_path: Path, tokenizer: Any, steps: Any) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        SelfHealingTrainer(sft_trainer(tmp_path, tokenizer)).dry_run(steps)
-
-
 def test_a_model_that_cannot_be_put_back_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     trainer = sft_trainer(tmp_path, tokenizer)
     trainer.is_fsdp_enabled = True
@@ -112,26 +108,14 @@ def test_a_model_that_cannot_be_put_back_is_refused(tmp_path: Path, tokenizer: A
         SelfHealingTrainer(trainer).dry_run(1)
 
 
-def prepared(*rows: list[int], labels: list[list[int]] | None = None) -> Dataset:
-    return Dataset.from_dict({"input_ids": list(rows), "labels": labels or list(rows)})
-
-
-def kinds(trial: DryRunReport) -> dict[str, list[int | str]]:
-    assert trial.data is not None
-    return {finding.kind: finding.examples for finding in trial.data.findings}
-
-
-def test_it_says_what_is_wrong_with_the_training_rows(tmp_path: Path, tokenizer: Any) -> None:
-    texts = [*TEXTS[:3], "", *TEXTS[3:8]]
-    trainer = sft_trainer(tmp_path, tokenizer, texts=texts)
-    assert kinds(SelfHealingTrainer(trainer).dry_run(1)) == {"empty_rows": [3]}
-
-
-def test_it_says_what_is_wrong_with_the_weights(tmp_path: Path, tokenizer: Any) -> None:
+def test_it_says_what_is_wrong_with_the_training_rows_and_the_weights(tmp_path: Path, tokenizer: Any) -> None:
     model = tiny_model(tokenizer)
     torch.nn.init.zeros_(model.model.layers[0].mlp.down_proj.weight)
-    report = SelfHealingTrainer(sft_trainer(tmp_path, tokenizer, model=model)).dry_run(1)
+    trainer = sft_trainer(tmp_path, tokenizer, texts=[*TEXTS[:3], "", *TEXTS[3:8]], model=model)
+    report = SelfHealingTrainer(trainer).dry_run(1)
+    assert report.data is not None
     assert report.model is not None
+    assert [(finding.kind, finding.examples) for finding in report.data.findings] == [("empty_rows", [3])]
     assert [finding.kind for finding in report.model.findings] == ["all_zero_tensors"]
     assert report.finite
 

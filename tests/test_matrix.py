@@ -105,25 +105,20 @@ def record(**outcomes: str) -> dict[str, Any]:
     return {"cpu": {"outcomes": outcomes}}
 
 
-def test_a_cell_that_no_test_shows_is_not_healed() -> None:
-    assert set(cells([], record(), "killed").values()) == {"❌", "–"}
-
-
-def test_what_the_callback_heals_the_wrapper_does() -> None:
-    shown = cells([Proof("a", "transient", "callback", None)], record(a="passed"), "transient")
-    assert shown == {"callback": "✅", "wrapper": "✅", "gpu": "–", "ddp": "❌", "fsdp2": "❌", "deepspeed": "❌"}
-
-
-def test_what_the_wrapper_heals_the_callback_does_not() -> None:
-    shown = cells([Proof("a", "killed", "wrapper", None)], record(a="passed"), "killed")
-    assert (shown["callback"], shown["wrapper"]) == ("❌", "✅")
-
-
 @pytest.mark.parametrize("outcome", ["failed", "skipped"])
 def test_one_of_two_proofs_that_did_not_pass_is_enough_to_doubt(outcome: str) -> None:
     marked = [Proof("a", "hang", "wrapper", None), Proof("b", "hang", "wrapper", None)]
     assert cells(marked, record(a="passed", b=outcome), "hang")["wrapper"] == "❌"
     assert cells(marked, record(a="passed"), "hang")["wrapper"] == "❌"
+
+
+def test_what_a_test_of_one_process_shows_holds_where_it_ran() -> None:
+    marked = [Proof("a", "transient", "callback", None), Proof("a", "killed", "wrapper", None)]
+    shown = cells(marked, record(a="passed"), "transient")
+    assert shown == {"callback": "✅", "wrapper": "✅", "gpu": "–", "ddp": "❌", "fsdp2": "❌", "deepspeed": "❌"}
+    on_both = {**record(a="passed"), "cuda": {"outcomes": {"a": "passed"}}}
+    shown = cells(marked, on_both, "killed")
+    assert (shown["callback"], shown["wrapper"], shown["gpu"], shown["ddp"]) == ("❌", "✅", "✅", "❌")
 
 
 def test_what_is_done_in_part_is_said_below() -> None:
@@ -132,14 +127,6 @@ def test_what_is_done_in_part_is_said_below() -> None:
     assert cells(marked, outcomes, "hang")["callback"] == "◐ 1"
     assert cells(marked, outcomes, "red_flag")["callback"] == "◐ 1"
     assert table(marked, outcomes).endswith(" 1: reported.")
-
-
-def test_one_gpu_is_what_the_tests_of_one_process_show_there() -> None:
-    marked = [Proof("a", "hang", "wrapper", None)]
-    on_both = {**record(a="passed"), "cuda": {"outcomes": {"a": "passed"}}}
-    assert cells(marked, record(a="passed"), "hang")["gpu"] == "–"
-    assert cells(marked, on_both, "hang")["gpu"] == "✅"
-    assert cells(marked, on_both, "killed")["gpu"] == "❌"
 
 
 def test_of_a_test_with_parameters_the_worst_outcome_counts(tmp_path: Path) -> None:
@@ -158,24 +145,11 @@ def test_of_a_test_with_parameters_the_worst_outcome_counts(tmp_path: Path) -> N
     }
 
 
-@pytest.mark.parametrize(
-    "left",
-    ['<testsuites><testsuite><testcase time="0.1"/></testsuite></testsuites>', "<testsuites><testsuite>", ""],
-    ids=["in a test", "while it is written", "before it is written"],
-)
-def test_results_of_a_run_that_was_broken_off_are_named_and_not_used(tmp_path: Path, left: str) -> None:
-    (tmp_path / "results.xml").write_text(left)
-    for read in (outcomes_in, rank_cells_in):
+def test_results_of_a_run_that_was_broken_off_are_named_and_not_used(tmp_path: Path) -> None:
+    for left in ('<testsuites><testsuite><testcase time="0.1"/></testsuite></testsuites>', "<testsuites><testsuite>"):
+        (tmp_path / "results.xml").write_text(left)
         with pytest.raises(MatrixError, match=r"results\.xml is not complete"):
-            read(tmp_path / "results.xml")
-
-
-def test_a_row_of_the_readme_is_shown_where_each_of_its_faults_on_a_rank_has_passed() -> None:
-    passed = {f"{fault}-{strategy}": {"outcome": "passed"} for fault in SIGKILLS for strategy in STRATEGIES}
-    assert cells([], {"cpu": {"ranks": passed}}, "killed")["fsdp2"] == "✅"
-    passed[f"{SIGKILLS[0]}-fsdp2_full"] = {"outcome": "failed"}
-    assert cells([], {"cpu": {"ranks": passed}}, "killed")["fsdp2"] == "❌"
-    assert cells([], {"cpu": {"ranks": passed}}, "killed")["ddp"] == "✅"
+            outcomes_in(tmp_path / "results.xml")
 
 
 def test_a_fault_on_a_rank_that_has_not_passed_is_enough_to_doubt_what_a_marked_test_shows() -> None:
@@ -210,28 +184,8 @@ def test_a_cell_of_the_table_of_ranks_is_what_became_of_its_test(tmp_path: Path)
     assert rendered[-1].endswith(" 1: nobody knows. 2: it cannot be noticed: there is nothing to see.")
 
 
-def test_a_cell_without_a_row_is_named(tmp_path: Path) -> None:
-    (tmp_path / "results.xml").write_text(RANKS_XML.replace("none-ddp", "meteorite-ddp"))
-    with pytest.raises(MatrixError, match="meteorite-ddp"):
-        rank_cells_in(tmp_path / "results.xml")
-
-
 @pytest.mark.parametrize("mark", ['"no such fault", "ddp"', '"killed", "abacus"', '"killed"', 'FAULT, "ddp"'])
 def test_a_mark_that_makes_no_sense_is_named(tmp_path: Path, mark: str) -> None:
     (tmp_path / "test_it.py").write_text(f"@pytest.mark.heals({mark})\ndef test_it(): ...\n")
     with pytest.raises(MatrixError, match=r"test_it.py::test_it: "):
         proofs(tmp_path)
-
-
-def test_marks_are_read_where_pytest_finds_them(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(
-        'class TestIt:\n    @pytest.mark.slow\n    @pytest.mark.heals("hang", "ddp", partly="told")\n'
-        "    def test_it(self): ...\n"
-    )
-    test = f"{tmp_path.name}/test_it.py::TestIt::test_it"
-    assert proofs(tmp_path) == [Proof(test, "hang", "ddp", "told")]
-
-
-def test_a_readme_without_its_place_for_the_table_is_named() -> None:
-    with pytest.raises(MatrixError, match="has lost the lines"):
-        with_table(BEGIN, "")

@@ -199,7 +199,6 @@ def test_a_preset_in_the_yaml_of_trl_is_the_one_in_force(project: Path) -> None:
 PROGRAMS = {
     "python": [sys.executable, "train it.py"],
     "accelerate launch": [str(SCRIPTS / "accelerate"), "launch", "--cpu", "--num_processes", "1", "train it.py"],
-    "shell": ["bash", "-c", f'{sys.executable} "train it.py" "$@"', "bash"],
 }
 
 
@@ -242,7 +241,3 @@ def test_what_is_ignored_is_as_a_shell_would_have_it(project: Path) -> None:
     """Python ignores SIGPIPE, and what is ignored stays so in the program that follows."""
     command = ["grep", "SigIgn", "/proc/self/status"]
     assert call([*HEALED, "--", *command]).stdout == call(command).stdout
-
-
-def test_a_program_that_dies_of_a_signal_is_seen_to(project: Path) -> None:
-    assert call([*HEALED, "--", "bash", "-c", "kill -KILL $$"]).returncode == -signal.SIGKILL

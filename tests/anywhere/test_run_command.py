@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(os, "execve", execve)
     monkeypatch.setattr(program.signal, "signal", lambda *_: None)
     return seen
-
-
-def executable(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
 
 
 # ---- what is started ----
@@ -91,7 +83,7 @@ def test_rules_that_a_recipe_names_are_found_from_wherever_the_script_looks(
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        (None, "The settings in recipe.toml cannot be read: No such file"),
+        (None, "The settings in recipe.toml cannot be read: No such file or directory. Please name a readable TOML"),
         ("[nonfinite]\nnan_patiance = 2\n", "Did you mean `nan_patience`"),
         ("nan_patience = \n", "is not valid TOML"),
         ('rules_file = "nowhere.toml"\n', "No such file or directory: "),
@@ -106,15 +98,6 @@ def test_a_recipe_that_cannot_be_used_is_an_error(
     result = run("--config", "recipe.toml", "--", "ls")
     assert (result.exit_code, started) == (2, {})
     assert message in result.stderr
-
-
-def test_a_recipe_that_cannot_be_read_is_named(started: dict[str, Any], tmp_path: Path) -> None:
-    result = run("--config", str(tmp_path), "--", "ls")
-    assert (result.exit_code, started) == (2, {})
-    assert (
-        f"The settings in {tmp_path} cannot be read: Is a directory. Please name a readable TOML file" in result.stderr
-    )
-    assert "Errno" not in result.stderr
 
 
 @pytest.mark.parametrize("how", ["flag", "variable"])
@@ -166,9 +149,8 @@ def test_a_program_there_is_not_ends_as_in_a_shell(
 # ---- Python that would not hear of us ----
 
 
-@pytest.mark.parametrize("option", ["-I", "-E", "-uI"])
-def test_a_python_that_ignores_us_is_refused(started: dict[str, Any], option: str) -> None:
-    result = run("--", sys.executable, option, "train")
+def test_a_python_that_ignores_us_is_refused(started: dict[str, Any]) -> None:
+    result = run("--", sys.executable, "-uI", "train")
     assert (result.exit_code, started) == (2, {})
     assert "-I and -E have Python ignore PYTHONPATH" in result.stderr
 
@@ -178,18 +160,3 @@ def test_a_python_without_the_package_is_refused(started: dict[str, Any], monkey
     result = run("--", sys.executable, "train.py")
     assert (result.exit_code, started) == (2, {})
     assert f"{sys.executable} -m pip install self-healing-trl" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("head", "expected"),
-    [
-        ("#!/opt/venv/bin/python3.12\nimport trl", ["/opt/venv/bin/python3.12"]),
-        ("#!/usr/bin/env -S VAR=1 no-such-dir/python3 -E\n", ["no-such-dir/python3", "-E"]),
-        ("#!/bin/bash\npython train.py\n", None),
-    ],
-)
-def test_the_python_of_an_installed_command_is_read_from_its_first_lines(
-    tmp_path: Path, head: str, expected: list[str] | None
-) -> None:
-    command = executable(tmp_path / "with space" / "trl", head)
-    assert program.python_of(str(command), ["sft"]) == expected

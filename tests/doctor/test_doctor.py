@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from self_healing.tools.cli import app
 from self_healing.tools.doctor import Setting, coverage_of, judge
-from self_healing.tools.doctor_machine import Disk, Machine, look_at_disk
+from self_healing.tools.doctor_machine import Disk, Machine
 
 
 GIB = 1 << 30
@@ -68,11 +68,6 @@ def test_the_columns_are_those_of_how_the_run_is_started(
     assert {tuple(row["shown"]) for row in coverage_of(Setting.of(environment), device)} == {tuple(columns)}
 
 
-def test_under_an_engine_that_no_test_runs_nothing_is_shown_to_be_healed() -> None:
-    rows = coverage_of(Setting.of({"PJRT_DEVICE": "TPU"}))
-    assert {row["shown"]["XLA"]["state"] for row in rows} == {"not shown"}
-
-
 @pytest.mark.parametrize(
     ("environment", "state"),
     [(TORCHRUN, "healed"), ({}, "no launcher"), (TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "0"}, "no launcher")],
@@ -83,16 +78,6 @@ def test_what_a_launcher_heals_is_not_healed_without_one(environment: dict[str, 
 
 
 # ---- what is looked at ----
-
-
-def test_a_script_stands_for_its_directory_and_the_largest_checkpoint_counts(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.touch()
-    for number, size in ((1, 10), (2, 30), (3, 20)):
-        (tmp_path / f"checkpoint-{number}").mkdir()
-        (tmp_path / f"checkpoint-{number}" / "model.safetensors").write_bytes(b"x" * size)
-    found = look_at_disk(script)
-    assert (found.path, found.exists, found.checkpoint_bytes) == (str(tmp_path), True, 30)
 
 
 # ---- the command ----

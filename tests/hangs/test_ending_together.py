@@ -86,20 +86,6 @@ def test_an_exception_ends_the_rank_that_waits_for_the_one_it_came_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "failure", "on"), [("oom", "out_of_memory", 1), ("kill", "process_died", 0), ("stop", "process_died", 1)]
-)
-def test_all_end_within_ten_seconds_of_a_fault(job: Any, fault: str, failure: str, on: int) -> None:
-    two = job(fault=fault, stays=True, rank=on)
-    code, seconds = two.end_of(1 - on)
-    # Nobody is known to start them again.
-    assert code == 1
-    assert seconds < BOUND
-    first = two.postmortem(1 - on)["ranks"]["first_failure"]
-    assert (first["rank"], first["failure"]) == (on, failure)
-
-
-@pytest.mark.slow
 def test_a_rank_that_fails_before_the_first_step_ends_the_others(job: Any) -> None:
     two = job(fault="exception", step="on_train_begin", stays=True, config={"launcher_restarts": "yes"})
     code, seconds = two.end_of(0)
@@ -170,14 +156,6 @@ def test_a_rank_that_stops_training_alone_ends_the_one_that_waits_for_it(job: An
     assert "Please report this traceback" not in two.log(0) + two.log(1)
     assert two.postmortem(0)["ranks"]["first_failure"]["rank"] == 1
     assert "after step 5: it left train() while the others train on" in two.postmortem(0)["verdict"]
-
-
-@pytest.mark.slow
-def test_a_signal_to_one_rank_has_all_of_them_leave_with_its_code(job: Any) -> None:
-    two = job(fault="sigusr1")
-    assert [two.end_of(rank)[0] for rank in (0, 1)] == [75, 75]
-    (action,) = journal(two.directory, "action")
-    assert (action["action"], action["exit_code"]) == ("save_and_leave", 75)
 
 
 @pytest.mark.slow

@@ -200,9 +200,7 @@ def wait_in_a_loop_that_takes_every_error_for_its_own() -> None:
     "wait",
     [
         wait_for_a_queue_with_timeouts,
-        wait_for_a_lock,
-        wait_for_a_process,
-        wait_for_a_socket,
+        *slowly(wait_for_a_process, wait_for_a_socket),
         wait_in_a_loop_that_takes_every_error_for_its_own,
     ],
     ids=lambda wait: wait.__name__.removeprefix("wait_"),

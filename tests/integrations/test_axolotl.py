@@ -107,11 +107,6 @@ def test_settings_are_read_from_the_yaml_file(
     assert config_of(trainer) == HealingConfig.aggressive(api_retry_attempts=3)
 
 
-def test_a_trainer_that_heals_itself_gets_no_second_callback(tmp_path: Path, tokenizer: Any, manager: Any) -> None:
-    trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=1, callbacks=[SelfHealingCallback()])
-    assert manager.add_callbacks_post_trainer({}, trainer) == []
-
-
 @pytest.mark.parametrize("given", [{"nan_patiance": 2}, "aggressive"])
 def test_a_mistake_is_found_before_anything_is_loaded(manager: Any, given: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"Did you mean `nan_patience`|must be a mapping"):

@@ -38,14 +38,6 @@ def test_what_is_written_is_read(path: Path) -> None:
     assert (about["schema"], about["run"]) == (1, "made-up")
 
 
-def test_the_next_process_goes_on_after_a_torn_row(path: Path) -> None:
-    write(path, row(0), row(1))
-    os.truncate(path, path.stat().st_size - 5)
-    assert [each.step for each in read_step_log(path)[1]] == [0]
-    write(path, row(1, attempt=2))
-    assert [(each.step, each.attempt) for each in read_step_log(path)[1]] == [(0, 1), (1, 2)]
-
-
 @pytest.mark.parametrize("content", [b"", b'{"schema": 2, "row_bytes": 80}\n'])
 def test_what_is_no_step_log_is_refused(path: Path, content: bytes) -> None:
     path.write_bytes(content)

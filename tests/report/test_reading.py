@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from self_healing.report.reading import read_run
 from self_healing.report.records import SCHEMA
 from self_healing.run.record import Attempt, ExitReason, RunRecord
 from self_healing.run.status import STATUS_FILE, RunState, RunStatus
-from self_healing.system.processes import Process
 
 
 BEGAN = 1_000_000.0
@@ -97,19 +95,6 @@ def made_up(tmp_path: Path) -> MadeUpDirectory:
 # ---- what has become of it ----
 
 
-def test_a_run_that_goes_on_is_running(made_up: MadeUpDirectory) -> None:
-    made_up.started()
-    here = Process.this_one()
-    status = RunStatus(
-        "run", "healing_events.jsonl", 100, here.pid, os.uname().nodename, time.time(), process_began=here.began
-    )
-    (made_up.path / STATUS_FILE).write_text(json.dumps(asdict(status)))
-    made_up.steps(row(0), row(1))
-    report = read_run(made_up.path)
-    assert (report.state.name, report.state.step) == ("running", 2)
-    assert [step.text for step in report.next_steps] == ["Let it run."]
-
-
 def test_a_run_that_died_names_the_checkpoint_to_go_on_from(made_up: MadeUpDirectory) -> None:
     made_up.started()
     # Another process has its number by now.
@@ -129,21 +114,6 @@ def test_a_run_that_died_names_the_checkpoint_to_go_on_from(made_up: MadeUpDirec
     assert resume.command == f"trainer.train(resume_from_checkpoint={str(made_up.path / 'checkpoint-20')!r})"
 
 
-def test_a_postmortem_says_what_to_do(made_up: MadeUpDirectory) -> None:
-    made_up.started()
-    made_up.status(RunState.STOPPED, 40, why="ValueError: a mistake")
-    content = {
-        "run": "run",
-        "verdict": "it failed",
-        "what_to_do": "(1) Mend it. (2) Go on.",
-        "resume_with": "train(1)",
-        "error": None,
-    }
-    (made_up.path / "postmortem.json").write_text(json.dumps(content))
-    first, second = read_run(made_up.path).next_steps
-    assert (first.text, first.why, second.command) == ("Mend it. Go on.", "it failed.", "train(1)")
-
-
 def test_where_a_new_run_is_asked_for_nothing_says_to_resume(made_up: MadeUpDirectory) -> None:
     made_up.started()
     name = made_up.incident(1, 9, ["skip_step", "reduce_learning_rate", "stop"], "fatal")
@@ -159,17 +129,6 @@ def test_where_a_new_run_is_asked_for_nothing_says_to_resume(made_up: MadeUpDire
     # Without a record of the run, the journal says how often: one action may reduce the rate several times.
     assert {each.setting: each.used for each in report.budgets}["max_lr_reductions"] == 4
     assert not [text for text in told if text.startswith("Resume") or "learning_rate=" in text]
-
-
-def test_a_rate_that_worked_is_for_the_next_run_once_this_one_has_ended(made_up: MadeUpDirectory) -> None:
-    made_up.started()
-    name = made_up.incident(1, 9, [], "resolved")
-    made_up.event("action", 9, incident=name, action="reduce_learning_rate", reductions=1, learning_rate=1e-4)
-    made_up.status(RunState.ENDED, 100)
-    assert "Start the next run with learning_rate=0.0001." in [s.text for s in read_run(made_up.path).next_steps]
-    # A resume goes on at that rate by itself.
-    made_up.status(RunState.STOPPED, 50)
-    assert not [step for step in read_run(made_up.path).next_steps if "learning_rate=" in step.text]
 
 
 def test_a_run_that_was_interrupted_is_told_once_what_to_resume_from_and_what_it_costs(
@@ -280,19 +239,6 @@ def test_steps_that_were_done_again_are_told_apart(made_up: MadeUpDirectory) -> 
     assert report.goodput is not None
     assert (report.goodput.steps_useful, report.goodput.steps_done) == (6, 9)
     assert (report.goodput.useful, report.goodput.lost_steps) == (12.0, 6.0)
-
-
-def test_the_parts_of_the_wall_time_add_up(made_up: MadeUpDirectory) -> None:
-    made_up.started()
-    made_up.incident(1, 3, ["skip_step"], "resolved")
-    made_up.steps(*(row(step, skipped=int(step == 3)) for step in range(50)))
-    made_up.status(RunState.ENDED, 50)
-    spent = read_run(made_up.path).goodput
-    assert spent is not None
-    assert spent.wall == pytest.approx(499.0)
-    assert (spent.useful, spent.lost_steps, spent.healing) == (98.0, 2.0, 1.5)
-    assert spent.share == pytest.approx(98 / 499)
-    assert spent.useful + spent.lost_steps + spent.healing + spent.down + spent.other == pytest.approx(spent.wall)
 
 
 # ---- processes and budgets ----

@@ -29,6 +29,7 @@ from conftest import (
     logged,
     plain_trainer,
     rloo_trainer,
+    slowly,
     weights,
 )
 from transformers import TrainerCallback
@@ -215,7 +216,7 @@ def trained(trainer: Any, config: HealingConfig | None = None) -> list[float]:
     return waits
 
 
-@pytest.mark.parametrize("form", ["function", "async object"])
+@pytest.mark.parametrize("form", ["function", *slowly("async object")])
 def test_a_reward_that_fails_three_times_and_then_works_leaves_no_trace_in_the_weights(
     form: str, tmp_path: Path, tokenizer: Any, serve: Any
 ) -> None:
@@ -294,22 +295,21 @@ def test_a_reward_that_never_works_again_ends_the_run_with_its_own_error(
     assert [event["outcome"] for event in journal(tmp_path, "outcome")][-1] == "fatal"
 
 
-@pytest.mark.parametrize("form", ["async object", "partial"])
-def test_guarded_rewards_look_like_the_user_s_own(form: str, tmp_path: Path, tokenizer: Any, serve: Any) -> None:
-    reward = rewards_by(serve())[form]
-    seen: list[Any] = []
+def test_guarded_rewards_look_like_the_user_s_own(tmp_path: Path, tokenizer: Any, serve: Any) -> None:
+    forms = rewards_by(serve())
+    rewards, seen = [forms["async object"], forms["partial"]], list[Any]()
 
     class Look(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            seen.append(trainer.reward_funcs[0])
+            seen.extend(trainer.reward_funcs)
 
-    trainer = grpo_trainer(tmp_path, tokenizer, reward_funcs=[reward], max_steps=1, callbacks=[Look()])
+    trainer = grpo_trainer(tmp_path, tokenizer, reward_funcs=list(rewards), max_steps=1, callbacks=[Look()])
     names = list(trainer.reward_func_names)
     trained(trainer)
-    assert seen[0] is not reward
-    assert inspect.iscoroutinefunction(seen[0]) == ("async" in form)
-    assert seen[0].__name__ == names[0]
-    assert trainer.reward_funcs == [reward]
+    assert [each is not reward for each, reward in zip(seen, rewards, strict=True)] == [True, True]
+    assert [inspect.iscoroutinefunction(each) for each in seen] == [True, False]
+    assert [each.__name__ for each in seen] == names
+    assert trainer.reward_funcs == rewards
 
 
 # ---- rewards that are not finite ----
@@ -355,26 +355,6 @@ def test_a_reward_that_stays_not_finite_for_a_completion_is_one_incident(tmp_pat
     assert [event["action"] for event in journal(tmp_path, "action")] == ["retry_call", "go_on_without"]
 
 
-def test_a_service_that_stays_not_finite_keeps_its_attempts_where_it_cannot_be_reached(
-    tmp_path: Path, tokenizer: Any
-) -> None:
-    calls: list[int] = []
-    nan = not_finite(lambda _: True)
-
-    def reward(completions: list[str], **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) in (4, 5):
-            raise ConnectionError("refused")
-        return nan(completions, **kwargs)
-
-    trainer = grpo_trainer(tmp_path, tokenizer, reward_funcs=reward, max_steps=2)
-    waits = trained(trainer, HealingConfig(api_retry_attempts=3))
-    assert (len(calls), trainer.state.global_step) == (3 + 3, 2)
-    assert len([wait for wait in waits if wait > 0]) == 2 + 2
-    outcomes = [(event["failure"], event["outcome"]) for event in journal(tmp_path, "outcome")]
-    assert outcomes == [("nonfinite_reward", "unresolved"), ("network", "resolved")]
-
-
 def test_without_a_single_reward_the_run_stops(tmp_path: Path, tokenizer: Any) -> None:
     reward = not_finite(lambda call: call > 1, places=range(8))
     trainer = grpo_trainer(tmp_path, tokenizer, reward_funcs=reward)
@@ -388,12 +368,9 @@ def test_none_says_that_a_reward_does_not_apply(tmp_path: Path, tokenizer: Any) 
     def sometimes(completions: list[str], **_: Any) -> list[float | None]:
         return [None if place % 2 else reward for place, reward in enumerate(score(completions))]
 
-    clean = grpo_trainer(tmp_path / "clean", tokenizer, reward_funcs=sometimes, max_steps=2)
-    clean.train()
-    trainer = grpo_trainer(tmp_path / "run", tokenizer, reward_funcs=sometimes, max_steps=2)
-    trained(trainer)
-    assert_same_weights(weights(trainer), weights(clean))
-    assert not journal(tmp_path / "run", "detected")
+    trained(grpo_trainer(tmp_path, tokenizer, reward_funcs=sometimes, max_steps=1))
+    assert journal(tmp_path, "run_ended")
+    assert not journal(tmp_path, "detected")
 
 
 # ---- a vLLM server ----
