@@ -21,7 +21,10 @@ NEWEST_TESTS := $(OLDEST_TESTS) tests/memory/test_calls.py tests/memory/test_mic
 GPU_PYTHON ?= python3
 GPU_TESTS := tests/test_healthy.py tests/numerics/test_nonfinite.py tests/rollback/test_rollback.py
 
-.PHONY: contract contract-whole demo demo-output dist docs examples matrix smoke test test-slow test-deepspeed test-deepspeed-quick deepspeed-adam test-oldest test-newest test-gpu test-gpu-cases test-gpu-fp32 test-gpu-bf16 bench-gpu gpu-needs gpu-wheels lint
+# What is never imported is never compiled: half of the time that an environment takes.
+INSTALL := -m pip install --no-compile
+
+.PHONY: contract contract-whole demo demo-output dist docs examples matrix smoke test test-quick test-slow test-deepspeed test-deepspeed-quick deepspeed-adam test-oldest test-newest test-gpu test-gpu-cases test-gpu-fp32 test-gpu-bf16 bench-gpu gpu-needs gpu-wheels lint
 
 demo: .venv/.installed
 	.venv/bin/self-healing demo
@@ -30,10 +33,13 @@ demo: .venv/.installed
 demo-output: .venv/.installed
 	.venv/bin/python tests/demo_output.py
 
+# All that a change has to pass, two at a time: neither lint nor a rank that waits for the other one fills a machine.
+test: .venv/.installed
+	$(MAKE) -j 2 lint test-quick test-deepspeed-quick
+
 # Of each kind of fault, trainer, setting and launcher one; further members of a kind are left to `make test-slow`.
-test: lint
+test-quick: .venv/.installed
 	.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
-	$(MAKE) test-deepspeed-quick
 
 # What a user relies on, whatever is rebuilt below it: what is quick, and all of it.
 contract: .venv/.installed
@@ -127,8 +133,8 @@ lint: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	-.venv/bin/python -m pip uninstall -q -y self-healing
-	.venv/bin/python -m pip install torch==2.13.0 -c constraints.txt
-	.venv/bin/python -m pip install -e '.[dev]' -c constraints.txt
+	.venv/bin/python $(INSTALL) torch==2.13.0 -c constraints.txt
+	.venv/bin/python $(INSTALL) -e '.[dev]' -c constraints.txt
 	touch $@
 
 .venv-oldest/.installed: pyproject.toml constraints.txt Makefile
@@ -136,26 +142,28 @@ lint: .venv/.installed
 	-.venv-oldest/bin/python -m pip uninstall -q -y self-healing
 	grep -v $(foreach pin,$(OLDEST),-e '^$(firstword $(subst ==, ,$(pin)))==') constraints.txt \
 		> .venv-oldest/constraints.txt
-	.venv-oldest/bin/python -m pip install torch==2.13.0 -c .venv-oldest/constraints.txt
-	.venv-oldest/bin/python -m pip install -e '.[dev]' $(OLDEST) -c .venv-oldest/constraints.txt
+	.venv-oldest/bin/python $(INSTALL) torch==2.13.0 -c .venv-oldest/constraints.txt
+	.venv-oldest/bin/python $(INSTALL) -e '.[dev]' $(OLDEST) -c .venv-oldest/constraints.txt
 	touch $@
 
 .venv-newest/.installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv .venv-newest
 	grep -v $(foreach name,$(NEWEST_FREE),-e '^$(name)==') constraints.txt > .venv-newest/constraints.txt
-	.venv-newest/bin/python -m pip install torch==2.13.0 -c .venv-newest/constraints.txt
-	.venv-newest/bin/python -m pip install --upgrade -e '.[dev]' $(NEWEST) -c .venv-newest/constraints.txt
+	.venv-newest/bin/python $(INSTALL) torch==2.13.0 -c .venv-newest/constraints.txt
+	.venv-newest/bin/python $(INSTALL) --upgrade -e '.[dev]' $(NEWEST) -c .venv-newest/constraints.txt
 	touch $@
 
-.venv-deepspeed/.installed: pyproject.toml constraints.txt
+# On top of .venv, whose torch it is built for: a second one would take two minutes.
+.venv-deepspeed/.installed: .venv/.installed
 	$(PYTHON) -m venv .venv-deepspeed
-	.venv-deepspeed/bin/python -m pip install torch==2.13.0 setuptools wheel ninja -c constraints.txt
+	.venv/bin/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> "$$(.venv-deepspeed/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth"
+	.venv-deepspeed/bin/python $(INSTALL) setuptools wheel ninja -c constraints.txt
 	DS_BUILD_OPS=0 PATH="$(CURDIR)/.venv-deepspeed/bin:$$PATH" \
-		.venv-deepspeed/bin/python -m pip install --no-build-isolation deepspeed -c constraints.txt
-	.venv-deepspeed/bin/python -m pip install -e '.[dev,deepspeed]' -c constraints.txt
+		.venv-deepspeed/bin/python $(INSTALL) --no-build-isolation deepspeed -c constraints.txt
 	touch $@
 
 .venv-docs/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip install mkdocs-material -c constraints.txt
+	.venv-docs/bin/python $(INSTALL) mkdocs-material -c constraints.txt
 	touch $@

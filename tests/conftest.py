@@ -191,19 +191,6 @@ def tiny_model(tokenizer: Any, dropout: float = 0.1, seed: int = 0, **overrides:
     return LlamaForCausalLM(tiny_config(tokenizer, dropout, **overrides))
 
 
-def leaning(tokenizer: Any, directory: Path, token: int, strength: float) -> LlamaForCausalLM:
-    """A model that prefers one token everywhere: one hidden dimension is a constant, which only that token reads."""
-    model = tiny_model(tokenizer)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[:, 0] = 5.0
-        model.lm_head.weight[:, 0] = 0.0
-        model.lm_head.weight[token, 0] = strength
-    # With beta > 0, GRPO loads its reference model from where the model came from.
-    model.save_pretrained(directory / "leaning")
-    model.config._name_or_path = str(directory / "leaning")
-    return model
-
-
 def common_arguments(output_dir: Path, **overrides: Any) -> dict[str, Any]:
     return {
         "output_dir": str(output_dir),

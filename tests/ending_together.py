@@ -45,8 +45,6 @@ def strike_rank(fault: str, note: Path) -> None:
         raise ValueError("only here")
     if fault == "oom":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    if fault == "interrupt":
-        raise KeyboardInterrupt
     if fault == "exit":
         sys.exit(3)
     if fault == "kill":
@@ -54,8 +52,6 @@ def strike_rank(fault: str, note: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "crash":
         os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "sigusr1":
-        os.kill(os.getpid(), signal.SIGUSR1)
     if fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "hang":
@@ -64,7 +60,7 @@ def strike_rank(fault: str, note: Path) -> None:
 
 
 # Ways in which the gradients of a step do not reach the other ranks.
-APART = ("leaves out a layer", "frozen", "returns early", "scores only", "past the wrapper")
+APART = ("leaves out a layer", "returns early")
 
 
 def take_another_way(trainer: Any, way: str, now: Callable[[], bool]) -> None:
@@ -72,33 +68,21 @@ def take_another_way(trainer: Any, way: str, now: Callable[[], bool]) -> None:
     compute_loss, training_step = trainer.compute_loss, trainer.training_step
     layers = trainer.model.model.layers
 
-    def otherwise(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not now():
-            return compute_loss(model, inputs, *args, **kwargs)
-        if way == "frozen":
-            layers[-1].requires_grad_(False)
-            return compute_loss(model, inputs, *args, **kwargs)
-        kept, trainer.model.model.layers = layers, layers[:1]
+    def without_a_layer(*args: Any, **kwargs: Any) -> Any:
+        if now():
+            trainer.model.model.layers = layers[:1]
         try:
-            return compute_loss(model, inputs, *args, **kwargs)
+            return compute_loss(*args, **kwargs)
         finally:
-            trainer.model.model.layers = kept
+            trainer.model.model.layers = layers
 
-    def step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not now() or way in ("leaves out a layer", "frozen"):
-            return training_step(model, inputs, *args, **kwargs)
-        if way == "returns early":
-            return torch.zeros(())
-        if way == "scores only":
-            with torch.no_grad():
-                return compute_loss(model, trainer._prepare_inputs(inputs))
-        # Without what TRL gathers in the loss, which ranks meet in as well.
-        batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels") if name in inputs}
-        loss = trainer.model(**batch)["loss"]
-        trainer.accelerator.backward(loss)
-        return loss.detach()
+    def nothing(*args: Any, **kwargs: Any) -> Any:
+        return torch.zeros(()) if now() else training_step(*args, **kwargs)
 
-    trainer.compute_loss, trainer.training_step = otherwise, step
+    if way == "returns early":
+        trainer.training_step = nothing
+    else:
+        trainer.compute_loss = without_a_layer
 
 
 def main(directory: Path, options: dict[str, Any]) -> None:
@@ -128,15 +112,10 @@ def main(directory: Path, options: dict[str, Any]) -> None:
                 strike_rank(fault, directory / "struck")
                 control.should_training_stop = True
 
-    def no_loader() -> Any:
-        strike_rank(fault, directory / "struck")
-
     if fault == "stops_alone":
         trainer.add_callback(StopsAlone())
     if at == "on_train_begin":
         trainer.add_callback(AtTheBeginning())
-    elif at == "get_train_dataloader" and rank == on:
-        trainer.get_train_dataloader = no_loader
 
     def strike(module: Any, args: Any, kwargs: Any) -> None:
         if (

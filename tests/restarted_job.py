@@ -16,8 +16,6 @@ from conftest import (
     POISON_WORD,
     TEXTS,
     PoisonToken,
-    WeightFault,
-    a_few_nans,
     build_tokenizer,
     grpo_trainer,
     sft_trainer,
@@ -101,6 +99,15 @@ def kill_while_saving(trainer: Any, step: int, once: Once) -> None:
     trainer._save_optimizer_and_scheduler = save
 
 
+def hang_in_optimizer(trainer: Any, step: int, once: Once) -> None:
+    def hang(*_: Any) -> None:
+        if trainer.state.global_step == step and once():
+            time.sleep(1000)
+
+    trainer.create_optimizer()
+    trainer.optimizer.register_step_pre_hook(hang)
+
+
 class BadSample(torch.utils.data.Dataset):
     """A dataset one of whose samples cannot be loaded; each attempt is noted in a file."""
 
@@ -140,14 +147,11 @@ def main(output_dir: Path, options: dict[str, Any]) -> None:
     if options.get("buffer_after_restart") and once.file.exists():
         # In no checkpoint, and nothing that a resume would miss.
         trainer.model.register_buffer("added", torch.zeros(1), persistent=False)
-    if "nan_weight_after" in options:
-        first = Once(output_dir.parent / f"{output_dir.name}.first")
-        trainer.add_callback(
-            WeightFault(lambda model: a_few_nans(model) if first() else None, options["nan_weight_after"])
-        )
     fault = options.get("fault")
     if fault == "sigkill_while_saving":
         kill_while_saving(trainer, options["step"], once)
+    elif fault == "hang_in_optimizer":
+        hang_in_optimizer(trainer, options["step"], once)
     elif fault:
         trainer.add_callback(Strike(fault, options["step"], once))
     if "bad_sample" in options:

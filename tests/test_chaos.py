@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -269,58 +267,19 @@ def test_each_fault_is_matched_with_its_incident(kind: str, failure: FailureType
 # ---- the command line ----
 
 
-SCRIPT = """
-import sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from conftest import build_tokenizer, sft_trainer
-from self_healing import SelfHealingTrainer
-
-trainer = sft_trainer(Path(sys.argv[1]), build_tokenizer(), max_steps=int(sys.argv[2]), **{saving!r})
-SelfHealingTrainer(trainer, sleep=lambda _: None).train(resume_from_checkpoint="auto")
-"""
-
-
-def script(directory: Path, **saving: Any) -> Path:
-    path = directory / "train.py"
-    path.write_text(SCRIPT.format(tests=str(Path(__file__).parent), saving=saving))
-    return path
-
-
-def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "self_healing.tools.cli", "chaos", *arguments],
-        cwd=cwd,
-        env=os.environ | {"COLUMNS": "160"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_a_script_that_is_not_there_and_faults_that_are_none_are_refused(tmp_path: Path) -> None:
-    runner = CliRunner()
+    runner, script = CliRunner(), tmp_path / "train.py"
+    script.touch()
     missing = runner.invoke(app, ["chaos", str(tmp_path / "nothing.py")])
     assert missing.exit_code == 2
     assert "There is no script" in missing.stderr
-    wrong = runner.invoke(app, ["chaos", str(script(tmp_path)), "--faults", "earthquake"])
+    wrong = runner.invoke(app, ["chaos", str(script), "--faults", "earthquake"])
     assert wrong.exit_code == 2
     assert "There is no fault 'earthquake'" in wrong.stderr
     (tmp_path / "old.jsonl").write_text("{}\n")
-    old = runner.invoke(app, ["chaos", str(script(tmp_path)), "--ledger", str(tmp_path / "old.jsonl")])
+    old = runner.invoke(app, ["chaos", str(script), "--ledger", str(tmp_path / "old.jsonl")])
     assert old.exit_code == 2
     assert "holds an earlier rehearsal" in old.stderr
-
-
-@pytest.mark.slow
-def test_a_script_that_is_killed_is_started_again(tmp_path: Path) -> None:
-    path = script(tmp_path, save_strategy="steps", save_steps=3)
-    faults = ("--faults", "nan_loss@2,sigkill@5,oom@7", "--restarts", "2")
-    done = command(str(path), *faults, "--ledger", "book.jsonl", "--", "run", "9", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = survived(tmp_path / "book.jsonl", tmp_path / "run")
-    assert [row.fault for row in rows] == ["nan_loss@2", "sigkill@5", "oom@7"]
-    assert all(row.incident for row in rows)
 
 
 def test_the_table_of_faults_in_the_docs_is_up_to_date() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed
+from conftest import every_fault
+from started_ranks import StartedRanks
 
 from self_healing.report.reading import read_run
 from self_healing.tools.chaos.faults import KINDS, Ledger
@@ -23,9 +24,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"),
 ]
 
-SCRIPT = Path(__file__).with_name("chaos_on_ranks.py")
-# A deadlock is a failure after this time.
-LIMIT = 900.0
+# A deadlock is a failure after this time; more than any launch needs.
+MOST_STARTS, LAUNCH_SECONDS = 16, 240.0
+# After the first rank that fails the others have as long to end by themselves, or after SIGTERM, before SIGKILL.
+GRACE_SECONDS = 30.0
 # From the first rank that fails to the end of the last one.
 BOUND = 10.0
 
@@ -33,23 +35,37 @@ BOUND = 10.0
 def sharded(state_dict: str) -> dict[str, Any]:
     wrapped = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     config = {"fsdp_version": 2, "cpu_ram_efficient_loading": False, "state_dict_type": f"{state_dict}_STATE_DICT"}
-    return {"strategy": "fsdp2", "arguments": {"fsdp": True, "fsdp_config": {**wrapped, **config}}}
+    return {"fsdp": True, "fsdp_config": {**wrapped, **config}}
 
 
-def rehearse(directory: Path, **options: Any) -> list[dict[str, Any]]:
-    """Gives how each launch of the job ended."""
-    with subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(directory), json.dumps({**options, "seconds": LIMIT - 300})],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    ) as job:
-        try:
-            assert job.wait(timeout=LIMIT) == 0
-        finally:
-            # All that is left of it: no test after this one shares the machine with a rank that hangs.
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
-    launches: list[dict[str, Any]] = json.loads((directory / "launches.json").read_text())
+def launch(ranks: StartedRanks, sigterm: bool) -> dict[str, Any]:
+    """Ends ranks as torchrun does once one has failed, and tells how they ended."""
+    began, failed = time.monotonic(), None
+    while None in (codes := [each.poll() for each in ranks.processes]):
+        now = time.monotonic()
+        if failed is None and any(codes):
+            failed = now
+            for each, code in zip(ranks.processes, codes, strict=True):
+                if sigterm and code is None:
+                    os.kill(each.pid, signal.SIGTERM)
+        if now - began > LAUNCH_SECONDS or (failed is not None and now - failed > GRACE_SECONDS):
+            break
+        time.sleep(0.1)
+    last_after = 0.0 if failed is None else round(time.monotonic() - failed, 1)
+    ranks.end()
+    return {"codes": [each.poll() for each in ranks.processes], "hung": None in codes, "last_after": last_after}
+
+
+def rehearse(directory: Path, ranks: int, sigterm: bool = True, **options: Any) -> list[dict[str, Any]]:
+    """Starts the job until it ends, and gives how each launch ended."""
+    given = json.dumps({"seed": 0, "arguments": {}, **options})
+    launches: list[dict[str, Any]] = []
+    while len(launches) < MOST_STARTS and (not launches or any(launches[-1]["codes"])):
+        start = len(launches)
+        environment = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": start}
+        logs = directory / f"logs.{start}"
+        job = (logs, ranks, "chaos_on_ranks.py", directory, given)
+        launches.append(launch(StartedRanks(*job, **environment, TORCHELASTIC_MAX_RESTARTS=30), sigterm))
     return launches
 
 
@@ -76,7 +92,7 @@ def check(directory: Path, launches: list[dict[str, Any]], ranks: int, steps: in
 
 @pytest.mark.parametrize("seed", range(3))
 def test_four_ranks_survive_every_fault_on_any_of_them(seed: int, tmp_path: Path) -> None:
-    launches = rehearse(tmp_path, ranks=4, steps=150, seed=seed, faults="every")
+    launches = rehearse(tmp_path, ranks=4, steps=150, seed=seed, faults=every_fault())
     check(tmp_path, launches, ranks=4, steps=150, sharded=False)
     struck = {strike.kind for strike in Ledger(tmp_path / "chaos.jsonl").strikes() if strike.effect}
     assert struck == set(KINDS)
@@ -90,7 +106,7 @@ def test_ranks_that_no_launcher_ends_survive_as_well(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state_dict", ["SHARDED", "FULL"])
 def test_sharded_ranks_survive_every_fault_on_any_of_them(state_dict: str, tmp_path: Path) -> None:
-    launches = rehearse(tmp_path, ranks=2, steps=150, seed=0, faults="every", **sharded(state_dict))
+    launches = rehearse(tmp_path, ranks=2, steps=150, seed=0, faults=every_fault(), arguments=sharded(state_dict))
     check(tmp_path, launches, ranks=2, steps=150, sharded=True)
     struck = {strike.kind for strike in Ledger(tmp_path / "chaos.jsonl").strikes() if strike.effect}
     assert struck == set(KINDS)

@@ -12,7 +12,6 @@ from transformers import TrainerCallback
 
 from self_healing import FailureType, HealingConfig, SelfHealingCallback
 from self_healing.healers.restarts.ending import Shutdown
-from self_healing.healers.restarts.preemption import Preemption
 from self_healing.journal.step_log import StepLog, StepRow, read_step_log
 from self_healing.ranks.messages import Failure
 
@@ -49,20 +48,14 @@ def test_a_step_that_is_left_out_is_written_down_as_such(tmp_path: Path, tokeniz
     assert all(math.isnan(row.busy) for row in rows if row.skipped)
 
 
-@pytest.mark.parametrize("ends", ["with another rank", "at the deadline of a preemption"])
-def test_a_process_that_is_ended_from_the_inside_leaves_its_last_steps(
-    tmp_path: Path, tokenizer: Any, ends: str
-) -> None:
+def test_a_process_that_is_ended_from_the_inside_leaves_its_last_steps(tmp_path: Path, tokenizer: Any) -> None:
     healing, rows = SelfHealingCallback(), list[StepRow]()
 
     class Ended(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 4:
                 failure = Failure(1, 4, FailureType.USER_CODE, "ValueError: only there")
-                if ends == "with another rank":
-                    healing.run.part(Shutdown).end_process(str(failure), failure, 75)
-                else:
-                    healing.run.part(Preemption).end_at_the_deadline("SIGTERM")
+                healing.run.part(Shutdown).end_process(str(failure), failure, 75)
                 rows.extend(steps_of(tmp_path))
 
     sft_trainer(tmp_path, tokenizer, callbacks=[healing, Ended()]).train()

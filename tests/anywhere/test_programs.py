@@ -32,7 +32,6 @@ from transformers import LlamaForCausalLM
 class Faulty(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
-        self.forwards = 0
         # Not in `forward`, in whose place TRL puts one of its own.
         self.model.embed_tokens.register_forward_pre_hook(self.see)
         self.model.norm.register_forward_hook(self.spoil)
@@ -43,9 +42,6 @@ class Faulty(LlamaForCausalLM):
     def spoil(self, module, inputs, output):
         if not (self.training and torch.is_grad_enabled()):
             return output
-        self.forwards += 1
-        if os.environ.get("FAULT") == "memory" and self.forwards == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return output.masked_fill(self.bad, float("nan")) if os.environ.get("FAULT") == "poison" else output
 """
 REWARDS = """
@@ -94,7 +90,6 @@ def project(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> 
     texts = [f"{text} {POISON_WORD}" if index == 5 else text for index, text in enumerate(TEXTS[:32])]
     rows = {
         "sft": [{"text": text} for text in texts],
-        "dpo": [{"prompt": text[:20], "chosen": text[20:40] + "a", "rejected": text[40:] + "b"} for text in TEXTS],
         "grpo": [{"prompt": text[:20]} for text in TEXTS],
     }
     for name, each in rows.items():
@@ -149,18 +144,6 @@ def test_trl_sft_with_a_poison_row(project: Path) -> None:
     assert trained_model_is_finite()
     assert len(quarantined(Path("out"))) == 1
     assert failures() == [("nonfinite_poison_rows", "resolved")]
-
-
-def test_trl_dpo_that_runs_out_of_memory(project: Path) -> None:
-    plain = call(trl("dpo"), FAULT="memory")
-    assert plain.returncode == 1
-    assert "OutOfMemoryError" in plain.stderr
-
-    healed = call([*HEALED, "--preset", "aggressive", "--", *trl("dpo")], FAULT="memory")
-    assert healed.returncode == 0, healed.stderr
-    assert "(given: preset aggressive)" in healed.stderr
-    assert len(losses(healed)) == 4
-    assert failures() == [("out_of_memory", "resolved")]
 
 
 def test_trl_grpo_whose_judge_does_not_answer(project: Path) -> None:

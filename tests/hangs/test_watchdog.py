@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
 import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +20,6 @@ import psutil
 import pytest
 from conftest import (
     assert_same_weights,
-    build_tokenizer,
     journal,
     logged,
     sft_trainer,
@@ -281,16 +278,6 @@ def test_a_disk_that_hangs_as_well_does_not_stop_the_recovery(tmp_path: Path, mo
     assert time.monotonic() - began < 15
 
 
-def test_handlers_and_thread_are_gone_afterwards(tmp_path: Path) -> None:
-    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    with Desk(tmp_path) as desk:
-        assert any(thread.name == "self_healing watchdog" for thread in threading.enumerate())
-        assert desk.watchdog._signal is not None
-    time.sleep(0.2)
-    assert not any(thread.name == "self_healing watchdog" for thread in threading.enumerate())
-    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
-
-
 # ---- runs that end without a word, and those that come to their end ----
 
 
@@ -435,55 +422,10 @@ def test_evaluations_and_checkpoints_that_take_long_each_time_are_no_hang(tmp_pa
 # ---- in a process of its own ----
 
 
-def child(function: Callable[[str], None], directory: Path, **environment: str) -> subprocess.Popen[str]:
-    code = f"import sys, test_watchdog; test_watchdog.{function.__name__}(sys.argv[1])"
-    paths = os.pathsep.join(str(each) for each in list(Path(__file__).parents)[:3])
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", code, str(directory)],
-        env={**os.environ, "PYTHONPATH": paths, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def train_and_block_in_c(directory: str) -> None:
-    trainer = sft_trainer(Path(directory), build_tokenizer())
-    trainer.model.model.norm.register_forward_pre_hook(Once(8, lambda: blocked_in_c(FOREVER)))
-    SelfHealingTrainer(trainer, HealingConfig(**QUICK, launcher_restarts="yes")).train()
-
-
-def train_and_hang_in_the_optimizer(directory: str) -> None:
-    trainer = sft_trainer(Path(directory), build_tokenizer())
-    trainer.create_optimizer()
-    trainer.optimizer.register_step_pre_hook(Once(5))
-    SelfHealingTrainer(trainer, HealingConfig(**QUICK)).train()
-
-
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "here",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "TORCHELASTIC_MAX_RESTARTS": "3",
-}
-
-
-@pytest.mark.parametrize(
-    ("run", "environment", "line"),
-    [
-        pytest.param(train_and_block_in_c, {}, "in blocked_in_c", marks=pytest.mark.slow),
-        pytest.param(train_and_hang_in_the_optimizer, TORCHRUN, "time.sleep(FOREVER)", marks=pytest.mark.slow),
-    ],
-    ids=["blocked in native code", "in the optimizer, under torchrun"],
-)
-def test_what_no_interrupt_ends_is_left_by_a_restart(
-    tmp_path: Path, run: Any, environment: dict[str, str], line: str
-) -> None:
-    process = child(run, tmp_path, **environment)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
-    (hang,) = hangs(tmp_path)
-    written = journal(tmp_path)
-    assert written[-1]["time"] - hang["time"] < 20
-    assert actions(tmp_path)[-1] == "exit_for_restart"
-    assert line in stacks(tmp_path)
-    assert line in hang["evidence"]["waits_at"]
+@pytest.mark.slow
+def test_a_hang_in_the_optimizer_is_left_by_a_restart(tmp_path: Path, until_it_ends: Callable[..., list[int]]) -> None:
+    job, config = tmp_path / "job", {**QUICK, "GRACE_SECONDS": 1.0, "LEARNING_STEPS": 2}
+    assert until_it_ends(job, 2, fault="hang_in_optimizer", step=5, config=config) == [75, 0]
+    assert len(hangs(job)) == 1
+    assert actions(job)[-1] == "exit_for_restart"
+    assert "in hang" in stacks(job)

@@ -181,20 +181,6 @@ def test_an_incident_is_found_by_id_and_by_step_and_an_ambiguous_step_is_refused
         find_incident(tmp_path, "7")
 
 
-def test_a_spike_comes_back_as_a_spike(finished: FinishedRun, tmp_path: Path) -> None:
-    shutil.copytree(finished.directory, tmp_path / "run")
-    name = finished.incident("transient")
-    norm = self_healing.replay(finished.directory, name).grad_norm
-    assert norm is not None
-    for then, back in ((norm, True), (10 * norm, False)):
-        line = {"run": "a", "step": 3, "kind": "diagnosed", "incident": name, "cause": "the same again"}
-        with (tmp_path / "run" / "healing_events.jsonl").open("a") as journal:
-            journal.write(json.dumps(line | {"evidence": {"again": {"loss": 1.0, "grad_norm": then}}}) + "\n")
-        found = self_healing.replay(tmp_path / "run", name)
-        assert found.came_back is back
-        assert f"its gradient norm was {then:.6g}" in found.verdict
-
-
 # ---- which weights ----
 
 

@@ -85,20 +85,6 @@ class TestARunThatHadEndedForGood:
             directory, attempt(1, 0, 9, ExitReason.FAILED), attempt(2, 4, 6, ExitReason.GAVE_UP, "no data")
         )
 
-    def test_the_postmortem_that_is_there_is_named_and_stays(self, tmp_path: Path) -> None:
-        record = self.record(tmp_path)
-        record.postmortem = "there/postmortem.json"
-        (tmp_path / "postmortem.rank1.json").write_text("not even read")
-        run = process(record)
-        error = refusal(run)
-        assert error.postmortem == "there/postmortem.json"
-        assert "What to do: Once the cause is removed" in str(error)
-        assert str(error).endswith("Postmortem: there/postmortem.json.")
-        assert not (tmp_path / "postmortem.json").exists()
-        # The next start that is refused quotes the first verdict, and not this one.
-        assert (newest(run).ending, newest(run).why) == (ExitReason.GAVE_UP, "no data")
-        assert record.postmortem == "there/postmortem.json"
-
     def test_without_one_it_is_written(self, tmp_path: Path) -> None:
         checkpoint = tmp_path / "checkpoint-4"
         run = process(self.record(tmp_path))
@@ -113,15 +99,6 @@ class TestARunThatHadEndedForGood:
         assert written["emergency_checkpoint"] is None
         # This process's as well.
         assert len(written["attempts"]) == 3
-
-    def test_what_cannot_be_read_of_another_rank_is_left_out_of_it(self, tmp_path: Path) -> None:
-        error = {"type": "RuntimeError", "message": "no connection"}
-        whole = {"run": "run", "step": 9, "failure": "network", "error": error}
-        for rank, text in enumerate(['{"run": "run", "st', "{}", "[]", json.dumps(whole)], start=1):
-            (tmp_path / f"postmortem.rank{rank}.json").write_text(text)
-        refusal(process(self.record(tmp_path)))
-        written = json.loads((tmp_path / "postmortem.json").read_text())
-        assert [other["rank"] for other in written["other_ranks"]] == [4]
 
     def test_started_by_hand_it_gets_new_attempts(self, tmp_path: Path) -> None:
         spent = assemble(HealingConfig(max_recovery_attempts=1), tmp_path, run_id="run")

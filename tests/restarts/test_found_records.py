@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from self_healing.run.record import (
     MARK,
     PROGRESS_FILE,
     RECORD_FILE,
-    ExitReason,
     RunRecord,
     UnreadableRecordError,
 )
@@ -80,14 +78,6 @@ class TestARecord:
         found = RunRecord.read(directory)
         assert found is not None
         return found
-
-    def test_is_read_as_it_was_written(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        record = self.read(tmp_path)
-        assert (record.run, record.postmortem, record.recovery_state) == ("run", "postmortem.json", {"budget": 1})
-        newest = record.newest
-        assert (newest.number, newest.first_step, newest.last_step, newest.call, newest.job) == (1, 4, 4, 1, "17")
-        assert (newest.pid, newest.resumed_from, record.ending) == (os.getpid(), "checkpoint-4", ExitReason.RUNNING)
-        assert caplog.text == ""
 
     @pytest.mark.parametrize(
         "changes",

@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import job_log, job_result, journal, sft_trainer, start_job
 from started_ranks import StartedRanks
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.healers.restarts.shared_memory import FinalSnapshot, _states_of
 from self_healing.healers.restarts.start import no_progress_from_memory
 from self_healing.hf.trainer_state import loads_more
 from self_healing.rollback import shared_memory
-from self_healing.rollback.shared_memory import directory_of, open_state
+from self_healing.rollback.shared_memory import directory_of
 from self_healing.run.record import Attempt, RunRecord
 
 
@@ -84,19 +82,6 @@ def test_where_the_state_cannot_be_used_the_job_goes_on_from_disk(
     assert incident["steps_repeated"] == 3
     assert job_result(job)["weights"] == plain["weights"]
     assert not directory_of(job).exists()
-
-
-@pytest.mark.slow
-def test_a_run_goes_back_to_the_state_it_was_resumed_from(
-    job: Path, plain: dict[str, Any], start: Callable[..., int]
-) -> None:
-    options = {"in_memory": True, "config": CLOSE, "arguments": {"save_strategy": "no"}}
-    assert start(job, 0, fault="sigkill", step=7, **options) == -9
-    assert start(job, 1, nan_weight_after=7, **options) == 0
-    assert resumed_from_memory(job) == [6]
-    (back,) = (event for event in journal(job, "action") if event["action"] == "roll_back")
-    assert (back["to_step"], back["state"]) == (6, "initial")
-    assert job_result(job)["weights"] == plain["weights"]
 
 
 @pytest.mark.slow
@@ -366,30 +351,3 @@ def test_each_way_to_shard_goes_on_from_memory(
         assert resumed_from == str(tmp_path / "changed" / "checkpoint-3")
         log = (tmp_path / "logs.1" / "err.0").read_text()
         assert log.count("in shared memory cannot be gone on from: buffer 'added' was not there") == 1
-
-
-@pytest.mark.slow
-def test_what_is_left_is_what_the_run_trains_now(job: Path, tokenizer: Any) -> None:
-    """Since the newest snapshot, something has given a weight other memory, and put another buffer in place."""
-
-    class Swapping(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            if state.global_step == 5:
-                model.model.norm.weight.data = torch.full_like(model.model.norm.weight, 3.0)
-                model.model.rotary_emb.inv_freq = torch.full_like(model.model.rotary_emb.inv_freq, 4.0)
-                run = healed._run
-                run.part(FinalSnapshot).leave(run.attached)
-                control.should_training_stop = True
-
-        def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            (path,) = [path for path, facts in _states_of(str(job), 0, 1) if facts.shared.step == 5]
-            left = open_state(path, torch.device("cpu"))._content
-            self.weight = left["parameters"]["model.norm.weight"].host.clone()
-            self.buffer = left["buffers"]["model.rotary_emb.inv_freq"].host.clone()
-
-    swapping = Swapping()
-    trainer = sft_trainer(job, tokenizer, max_steps=9, callbacks=[swapping])
-    healed = SelfHealingTrainer(trainer, HealingConfig(**CLOSE, launcher_restarts="yes"))
-    healed.train()
-    assert torch.equal(swapping.weight, torch.full_like(swapping.weight, 3.0))
-    assert torch.equal(swapping.buffer, torch.full_like(swapping.buffer, 4.0))

@@ -240,36 +240,6 @@ class Bug(TrainerCallback):
             raise ValueError("a bug of the user's")
 
 
-@pytest.mark.slow
-def test_what_an_earlier_job_left_is_not_taken_up_when_this_one_died_before_it_trained(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def build(seed: int) -> Any:
-        arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "seed": seed}
-        return sft_trainer(tmp_path / "run", tokenizer, **arguments)
-
-    plain = sft_trainer(tmp_path / "plain", tokenizer, max_steps=4, save_strategy="steps", save_steps=2, seed=7)
-    plain.train()
-    yesterday = build(1)
-    yesterday.add_callback(Bug())
-    with contextlib.suppress(ValueError):
-        SelfHealingTrainer(yesterday).train()
-    # A day passes; the launcher starts a job that dies at once, and starts it again in another process.
-    record = RunRecord.read(tmp_path / "run")
-    assert record is not None
-    for attempt in record.attempts:
-        attempt.began, attempt.process_began = attempt.began - 86_400, 0.5
-    record.write()
-    _CALLS.clear()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    today = build(7)
-    SelfHealingTrainer(today).train()
-    assert_same_weights(weights(today), weights(plain))
-    assert "of a job before this one" in caplog.text
-
-
 @pytest.mark.parametrize(("job", "steps"), [("17", [4]), ("18", [1, 2, 3, 4])])
 def test_a_requeued_job_takes_up_its_own_run_only(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, job: str, steps: list[int]

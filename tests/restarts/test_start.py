@@ -21,11 +21,9 @@ from self_healing.checkpoints.marker import write_marker
 from self_healing.healers.restarts.start import (
     Start,
     is_off,
-    of_this_job,
     refuse_to_train_beside,
     start_of,
 )
-from self_healing.rollback.shared_memory import SharedStep
 from self_healing.run.record import _CALLS, Attempt, ExitReason, RunRecord
 from self_healing.system.files import OFF_FILE, STATE_FILE
 from self_healing.system.processes import Launch, Process
@@ -61,44 +59,14 @@ def checkpoint_in(directory: Path, step: int, run: str | None = "run") -> str:
     return str(checkpoint)
 
 
-class TestAStart:
-    @pytest.mark.parametrize(("came_to", "spends"), [([], False), ([9], True), ([7], True), ([6], False)])
-    def test_from_memory_progress_is_a_later_end_than_those_before(
-        self, tmp_path: Path, came_to: list[int], spends: bool
-    ) -> None:
-        record = record_of(tmp_path, ExitReason.FAILED)
-        earlier = [replace(record.newest, last_step=step) for step in came_to]
-        record.attempts = [*earlier, record.newest]
-        assert Start(None, 7, record, shared=SharedStep(7, "run", "")).spends == spends
-
-
-class TestTheJobOfARecord:
-    @pytest.mark.parametrize(("fields", "of_this"), [({}, True), ({"agent": "other"}, False), ({"job": "18"}, False)])
-    def test_torchrun_knows_its_own(self, tmp_path: Path, fields: dict[str, Any], of_this: bool) -> None:
-        assert of_this_job(record_of(tmp_path), replace(TORCHRUN, **fields)) is of_this
-
-    @pytest.mark.parametrize(
-        ("job", "requeued", "of_this"), [("17", True, True), ("18", True, False), ("17", False, 0)]
-    )
-    def test_slurm_by_its_id(self, tmp_path: Path, job: str, requeued: bool, of_this: bool) -> None:
-        assert of_this_job(record_of(tmp_path), replace(SLURM, job=job, requeued=requeued)) == of_this
-
-
 class TestWhatACheckpointBegins:
-    @pytest.mark.parametrize("requested", [True, "auto"])
-    def test_the_newest_one_goes_on_with_the_run(self, tmp_path: Path, requested: Any) -> None:
+    def test_the_newest_one_of_a_run_goes_on_with_it_and_any_other_begins_another(self, tmp_path: Path) -> None:
         record, checkpoint = record_of(tmp_path), checkpoint_in(tmp_path, 4)
-        assert start_of(checkpoint, 4, record, PLAIN, False, requested) == Start(checkpoint, 4, record)
-
-    @pytest.mark.parametrize("requested", [None, False, "checkpoint-4"])
-    def test_one_that_is_named_begins_another_branch(self, tmp_path: Path, requested: Any) -> None:
-        record, checkpoint = record_of(tmp_path), checkpoint_in(tmp_path, 4)
-        assert start_of(checkpoint, 4, record, PLAIN, False, requested) == Start(checkpoint, 4)
-
-    @pytest.mark.parametrize("other", ["other", None])
-    def test_the_newest_of_another_run_begins_anew(self, tmp_path: Path, other: str | None) -> None:
-        checkpoint = checkpoint_in(tmp_path, 4, other)
-        assert start_of(checkpoint, 4, record_of(tmp_path), PLAIN, False, True) == Start(checkpoint, 4)
+        for requested, goes_on in ((True, True), ("auto", True), (None, False), ("checkpoint-4", False)):
+            expected = Start(checkpoint, 4, record if goes_on else None)
+            assert start_of(checkpoint, 4, record, PLAIN, False, requested) == expected
+        theirs = checkpoint_in(tmp_path, 6, "another run")
+        assert start_of(theirs, 6, record, PLAIN, False, True) == Start(theirs, 6)
 
     @pytest.mark.parametrize(
         ("ending", "launch", "requested", "by_hand"),
