@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -355,16 +357,20 @@ def test_clean_frees_what_a_killed_run_has_left(left_behind: Path) -> None:
 
 def test_clean_leaves_a_run_alone_that_still_trains(left_behind: Path) -> None:
     place = shared_memory.directory_of(left_behind) / "run-rank0-of-1"
-    holds = (
-        "import sys, pathlib; from self_healing.rollback.shared_memory import hold; hold(pathlib.Path(sys.argv[1]))"
-    )
-    command = [sys.executable, "-c", f"{holds}; print(flush=True); input()", str(place)]
-    trains = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with trains:
-        assert trains.stdout is not None
-        trains.stdout.readline()
-        result = run("clean", str(left_behind))
-        trains.kill()
+    fork = multiprocessing.get_context("fork")
+    holds = fork.Event()
+
+    def train() -> None:
+        shared_memory.hold(place)
+        holds.set()
+        time.sleep(60)
+
+    trains = fork.Process(target=train)
+    trains.start()
+    assert holds.wait(60)
+    result = run("clean", str(left_behind))
+    trains.kill()
+    trains.join()
     assert result.exit_code == 1
     assert f"is in use by process {trains.pid}" in result.output
     assert place.is_dir()

@@ -16,11 +16,17 @@ from self_healing import SelfHealingCallback, SelfHealingTrainer
 EVERY_DAY = ("Trainer", "SFTTrainer", "DPOTrainer", "GRPOTrainer")
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["callback", "wrapper"])
-def test_weights_and_logs_are_those_of_the_plain_trainer(tmp_path: Path, tokenizer: Any, wrapped: bool) -> None:
-    plain = sft_trainer(tmp_path / "plain", tokenizer, max_steps=20)
-    expected_output = plain.train()
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> tuple[Any, Any]:
+    plain = sft_trainer(tmp_path_factory.mktemp("plain"), tokenizer, max_steps=20)
+    return plain, plain.train()
 
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["callback", "wrapper"])
+def test_weights_and_logs_are_those_of_the_plain_trainer(
+    tmp_path: Path, tokenizer: Any, plain_run: tuple[Any, Any], wrapped: bool
+) -> None:
+    plain, expected_output = plain_run
     healed = sft_trainer(
         tmp_path / "healed", tokenizer, max_steps=20, callbacks=None if wrapped else [SelfHealingCallback()]
     )

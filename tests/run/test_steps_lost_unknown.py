@@ -227,7 +227,7 @@ def test_known_after_one_over_a_stream_that_begins_again(
 class Hit(TrainerCallback):
     """NaN weights at the end of one step; and before it something small, which no replay repeats."""
 
-    def __init__(self, at: int, small: Callable[[Any], None], small_at: int = 30) -> None:
+    def __init__(self, at: int, small: Callable[[Any], None], small_at: int = 8) -> None:
         self.at, self.small, self.small_at = at, small, small_at
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -246,10 +246,10 @@ def one_weight(model: Any) -> None:
     model.model.layers[1].mlp.down_proj.weight.view(-1)[0].add_(1e-2)
 
 
-def replayed(tmp_path: Path, tokenizer: Any, small: Callable[[Any], None], max_steps: int = 50) -> Incident:
-    callback = SelfHealingCallback({"snapshot_interval": 20})
+def replayed(tmp_path: Path, tokenizer: Any, small: Callable[[Any], None], max_steps: int = 16) -> Incident:
+    callback = SelfHealingCallback({"snapshot_interval": 5, "snapshot_verify_steps": 5})
     trainer = sft_trainer(
-        tmp_path, tokenizer, callbacks=[callback, Hit(43, small)], max_steps=max_steps, gradient_accumulation_steps=1
+        tmp_path, tokenizer, callbacks=[callback, Hit(12, small)], max_steps=max_steps, gradient_accumulation_steps=1
     )
     trainer.train()
     assert callback.run is not None
@@ -267,7 +267,7 @@ def test_not_where_steps_come_out_otherwise_on_a_machine_that_repeats(
 
 
 def test_not_where_no_step_follows_to_measure_whether_they_repeat(tmp_path: Path, tokenizer: Any) -> None:
-    assert_unknown(replayed(tmp_path, tokenizer, one_weight, max_steps=43), tmp_path, "computed twice: not measured")
+    assert_unknown(replayed(tmp_path, tokenizer, one_weight, max_steps=12), tmp_path, "computed twice: not measured")
 
 
 def test_known_where_they_come_out_as_they_were(tmp_path: Path, tokenizer: Any) -> None:
