@@ -17,7 +17,7 @@ from conftest import build_tokenizer, leave_together, sft_trainer
 from constants import settings_among
 from transformers import TrainerCallback, set_seed
 
-from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing import HealingConfig, SelfHealingTrainer
 
 
 FOREVER = 1000.0
@@ -101,11 +101,6 @@ def main(directory: Path, options: dict[str, Any]) -> None:
         save_steps=2,
     )
 
-    class AtTheBeginning(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if rank == on:
-                strike_rank(fault, directory / "struck")
-
     class StopsAlone(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if rank == on and state.global_step == at:
@@ -114,8 +109,6 @@ def main(directory: Path, options: dict[str, Any]) -> None:
 
     if fault == "stops_alone":
         trainer.add_callback(StopsAlone())
-    if at == "on_train_begin":
-        trainer.add_callback(AtTheBeginning())
 
     def strike(module: Any, args: Any, kwargs: Any) -> None:
         if (
@@ -148,11 +141,7 @@ def main(directory: Path, options: dict[str, Any]) -> None:
     config = HealingConfig(**settings_among(options.get("config", {})))
     result: dict[str, Any] = {}
     try:
-        if options.get("callback_alone"):
-            trainer.add_callback(SelfHealingCallback(config))
-            trainer.train()
-        else:
-            SelfHealingTrainer(trainer, config).train()
+        SelfHealingTrainer(trainer, config).train()
         result["steps"] = trainer.state.global_step
     except BaseException as error:
         result["error"] = f"{type(error).__name__}: {error}"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -72,41 +70,6 @@ def test_a_case_shows_what_it_has_to_on_the_device(part: str, case: str) -> None
     assert found["shown"] is not False, found
 
 
-@pytest.mark.slow
-def test_all_parts_run_and_are_complete_where_the_libraries_are(tmp_path: Path) -> None:
-    # Of the three that run another script for minutes one will do.
-    parts = [part for part in gpu.PARTS if part not in ("limits_dpo", "limits_grpo")]
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "run", *parts, "--device", "cpu", "--tiny"]
-    ended = subprocess.run([*command, "--results", str(tmp_path)], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout
-    assert {path.stem for path in tmp_path.iterdir()} == {f"gpu_{part}" for part in parts}
-    assert all(json.loads(path.read_text())["complete"] for path in tmp_path.iterdir())
-
-
-WITHOUT = "import sys; sys.modules.update(dict.fromkeys(('trl', 'datasets', 'peft', 'bitsandbytes')))"
-
-
-@pytest.mark.slow
-def test_without_trl_its_cases_are_left_out_with_a_reason(tmp_path: Path) -> None:
-    script = f"{WITHOUT}; sys.path.insert(0, {str(BENCHMARKS)!r}); import gpu_parts; gpu_parts.main()"
-    command = [sys.executable, "-c", script, "memory", str(tmp_path), "--device", "cpu", "--tiny"]
-    assert subprocess.run(command).returncode == 0
-    cases = json.loads((tmp_path / "gpu_memory.json").read_text())["cases"]
-    assert cases["lm"]["shown"] is True
-    assert cases["dpo"]["skipped"] == "not installed: trl, datasets"
-
-
-@pytest.mark.slow
-def test_without_trl_tests_are_skipped_with_a_reason() -> None:
-    tests = Path(__file__).parent
-    files = [str(tests / name) for name in ("memory/test_memory_gpu.py", "test_healthy.py", "test_gpu_bench.py")]
-    script = f"{WITHOUT}; import pytest; sys.exit(pytest.main({[*files, '-q', '-rs', '-k', 'complete or healthy']!r}))"
-    ended = subprocess.run([sys.executable, "-c", script], cwd=tests.parent, capture_output=True, text=True)
-    assert "benchmarks/gpu.py needs" in ended.stdout
-    assert "error" not in ended.stdout
-    assert ended.returncode in (0, 5), ended.stdout
-
-
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A part of three cases that only say that they ran."""
     ran: list[str] = []
@@ -130,16 +93,6 @@ def test_a_part_that_was_cut_off_is_gone_on_with(tmp_path: Path, monkeypatch: py
     assert {"device", "date", "versions"} <= found.keys()
 
 
-@pytest.mark.slow
-def test_a_part_that_takes_too_long_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
-    note = tmp_path / "survived"
-    child = f"import time; time.sleep(3); open({str(note)!r}, 'w')"
-    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    assert gpu.until(0.5, [sys.executable, "-c", script]).startswith("cut off")
-    time.sleep(4)
-    assert not note.exists()
-
-
 def test_what_a_case_raises_is_its_result_and_the_next_one_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,11 +103,3 @@ def test_what_a_case_raises_is_its_result_and_the_next_one_is_run(
     found = gpu_parts.run_part("syncs", tmp_path, "cpu", tiny=True)
     assert found["cases"]["one"]["error"] == "ValueError: a typo"
     assert found["cases"]["two"]["shown"] is True
-
-
-def test_one_command_names_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpu, "missing", lambda wanted: ["tenacity"] if "tenacity" in wanted else ["trl"])
-    assert gpu.tell_needs() == 1
-    assert "python3 -m pip install -c constraints.txt tenacity trl" in capsys.readouterr().out

@@ -21,7 +21,6 @@ from matrix import (
     Proof,
     outcomes_in,
     proofs,
-    rank_cells_in,
     ranks_tables,
     read_record,
     shipped,
@@ -161,31 +160,3 @@ def test_a_fault_on_a_rank_that_has_not_passed_is_enough_to_doubt_what_a_marked_
     assert cells(marked, told, "transient")["deepspeed"] == "❌"
     told["cpu"] |= {"outcomes": {"a": "failed"}, "ranks": {}}
     assert cells(marked, told, "transient")["deepspeed"] == "❌"
-
-
-RANKS_XML = """<testsuites><testsuite>
-<testcase classname="tests.ranks.test_faults_healed_in_place" name="test_x[none-ddp]"/>
-<testcase classname="tests.ranks.test_faults_healed_in_place" name="test_x[bad_sample-ddp]"><failure/></testcase>
-<testcase classname="tests.ranks.test_faults_healed_in_place" name="test_x[bad_sample-fsdp2_full]">
-  <skipped type="pytest.xfail" message="nobody knows"/></testcase>
-<testcase classname="tests.ranks.test_faults_healed_in_place" name="test_x[bad_sample-fsdp2_sharded]">
-  <skipped type="pytest.xfail" message="it cannot be noticed: there is nothing to see"/></testcase>
-<testcase classname="tests.ranks.test_naming" name="test_y[anything]"/>
-</testsuite></testsuites>"""
-
-
-def test_a_cell_of_the_table_of_ranks_is_what_became_of_its_test(tmp_path: Path) -> None:
-    (tmp_path / "results.xml").write_text(RANKS_XML)
-    rendered = ranks_tables({"cpu": {"ranks": rank_cells_in(tmp_path / "results.xml")}}).splitlines()
-    (nothing,) = (line for line in rendered if line.startswith("| Nothing"))
-    (samples,) = (line for line in rendered if line.startswith("| Samples"))
-    assert nothing.endswith("| ✅ | – | – | – | – | – |")
-    assert samples.endswith("| ❌ | ❌ 1 | ○ 2 | – | – | – |")
-    assert rendered[-1].endswith(" 1: nobody knows. 2: it cannot be noticed: there is nothing to see.")
-
-
-@pytest.mark.parametrize("mark", ['"no such fault", "ddp"', '"killed", "abacus"', '"killed"', 'FAULT, "ddp"'])
-def test_a_mark_that_makes_no_sense_is_named(tmp_path: Path, mark: str) -> None:
-    (tmp_path / "test_it.py").write_text(f"@pytest.mark.heals({mark})\ndef test_it(): ...\n")
-    with pytest.raises(MatrixError, match=r"test_it.py::test_it: "):
-        proofs(tmp_path)

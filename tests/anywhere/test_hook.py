@@ -11,9 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from self_healing import HealingConfig
 from self_healing.tools.anywhere import hook
-from self_healing.tools.anywhere.entering import SITE, environment, settings_of_the_process
+from self_healing.tools.anywhere.entering import environment
 
 
 def python(code: str, given: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -27,14 +26,6 @@ def module(directory: Path, name: str, code: str) -> str:
 
 
 # ---- what a program finds otherwise than without us ----
-
-
-def test_the_environment_differs_by_our_variables_alone() -> None:
-    given = {"PATH": "/bin", "PYTHONPATH": "/a b" + os.pathsep + "/c"}
-    ours = environment(None, given)
-    assert ours["PYTHONPATH"].split(os.pathsep) == [str(SITE), "/a b", "/c"]
-    changed = {name for name in ours if ours[name] != given.get(name)}
-    assert changed == {"PYTHONPATH", hook.VARIABLE, hook.UNTOUCHED}
 
 
 def test_a_process_that_trains_nothing_imports_nothing_of_ours() -> None:
@@ -131,11 +122,3 @@ def test_one_whose_child_trains_is_not(tmp_path: Path) -> None:
 
 
 # ---- the settings ----
-
-
-def test_without_any_the_preset_of_the_process_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that was set after `self-healing run` had begun: `env` in a YAML file of TRL."""
-    monkeypatch.setenv(hook.VARIABLE, environment()[hook.VARIABLE])
-    assert settings_of_the_process() == HealingConfig()
-    monkeypatch.setenv("SELF_HEALING_PRESET", "conservative")
-    assert settings_of_the_process() == HealingConfig.conservative()

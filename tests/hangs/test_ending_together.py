@@ -86,17 +86,6 @@ def test_an_exception_ends_the_rank_that_waits_for_the_one_it_came_on(
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_before_the_first_step_ends_the_others(job: Any) -> None:
-    two = job(fault="exception", step="on_train_begin", stays=True, config={"launcher_restarts": "yes"})
-    code, seconds = two.end_of(0)
-    assert (code, seconds < BOUND) == (75, True)
-    left = two.postmortem(0)
-    assert left["verdict"].startswith("rank 1 failed first; it failed after step 0: ValueError: only here")
-    assert left["ranks"]["positions"]["0"]["collective"] is not None
-    assert two.postmortem(1)["error"]["message"] == "only here"
-
-
-@pytest.mark.slow
 def test_a_rank_that_exits_in_the_middle_of_the_run_ends_the_others_with_its_code(job: Any) -> None:
     two = job(fault="exit", stays=True, config={"launcher_restarts": "yes"})
     code, seconds = two.end_of(0)
@@ -110,14 +99,6 @@ def test_a_stopped_rank_that_goes_on_ends_as_well(job: Any) -> None:
     assert two.end_of(0)[0] == 75
     os.kill(two.processes[1].pid, signal.SIGCONT)
     assert two.processes[1].wait(timeout=30) != 0
-
-
-@pytest.mark.slow
-def test_the_callback_alone_ends_with_the_other_rank(job: Any) -> None:
-    two = job(fault="exception", stays=True, callback_alone=True, config={"launcher_restarts": "yes"})
-    code, seconds = two.end_of(0)
-    assert (code, seconds < BOUND) == (75, True)
-    assert "ValueError: only here" in two.postmortem(0)["verdict"]
 
 
 @pytest.mark.slow

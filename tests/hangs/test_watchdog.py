@@ -358,13 +358,6 @@ def test_a_hang_in_the_forward_costs_no_step(tmp_path: Path, tokenizer: Any) -> 
     assert outcomes(tmp_path / "healed") == ["resolved"]
 
 
-class Event(TrainerCallback):
-    """Does something in one event."""
-
-    def __init__(self, name: str, action: Callable[..., None]) -> None:
-        setattr(self, name, lambda args, state, control, **kwargs: action())
-
-
 # ---- real runs: not interrupted ----
 
 

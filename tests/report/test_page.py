@@ -115,21 +115,6 @@ def test_the_state_and_what_to_do_come_first() -> None:
     assert told[-1] < text.index("Charts", told[0])
 
 
-def test_each_incident_has_a_story_that_a_mark_on_the_charts_leads_to() -> None:
-    anchors = [f"incident-{number}" for number in range(1, 7)]
-    assert [story["id"] for story in parsed().all("div", class_="story") if "id" in story] == anchors
-    assert [mark["anchor"] for mark in parsed().drawn["marks"]] == anchors
-
-
-def test_a_story_has_its_chapters_in_order() -> None:
-    text = Parsed(page_of(replace(made_up_report(), incidents=[made_up_incident(1, 3)]))).text
-    text = text[text.index("Loss not finite: poison rows") :]
-    chapters = ["Evidence", "Experiment", "Cause", "Remedy", "Outcome", "What to do"]
-    assert [text.index(chapter) for chapter in chapters] == sorted(text.index(chapter) for chapter in chapters)
-    assert "Rolled back (in vain)" in text
-    assert "no trusted state" in text
-
-
 # ---- long runs ----
 
 

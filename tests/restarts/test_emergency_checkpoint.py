@@ -143,14 +143,3 @@ def test_a_stateful_callback_that_came_late_costs_no_checkpoint(tmp_path: Path, 
     SelfHealingTrainer(trainer).train()
     saved = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
     assert saved["stateful_callbacks"]["Remembering"]["args"]["value"] == 7
-
-
-@pytest.mark.slow
-def test_a_healthy_run_writes_the_bytes_of_the_plain_trainer(tmp_path: Path, tokenizer: Any) -> None:
-    arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
-    plain_trainer(tmp_path / "run", tokenizer, **arguments).train()
-    shutil.move(tmp_path / "run", tmp_path / "plain")
-    SelfHealingTrainer(plain_trainer(tmp_path / "run", tokenizer, **arguments)).train()
-    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "config.json"):
-        written = [(tmp_path / each / "checkpoint-2" / name).read_bytes() for each in ("plain", "run")]
-        assert written[0] == written[1], name
