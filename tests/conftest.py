@@ -422,14 +422,7 @@ TRAINERS: dict[str, Callable[..., Trainer]] = {
 
 
 class OutputFault:
-    """
-    Changes the output of a model's final norm in training forwards (gradients on), counted from 1.
-
-    Args:
-        model: The model; its `model.norm` gets the hook.
-        strike: From the number of the forward to whether the fault strikes.
-        change: What it does to the hidden states (B, T, D).
-    """
+    """Changes the output of a model's final norm (B, T, D) in training forwards, gradients on, counted from 1."""
 
     def __init__(
         self,

@@ -31,15 +31,7 @@ def hold_connections() -> None:
 
 
 def strike_rank(fault: str, note: Path) -> None:
-    """
-    Has something happen to this process, and notes when.
-
-    Args:
-        fault (`str`):
-            What. All that is not known here is nothing.
-        note (`Path`):
-            The file.
-    """
+    """Has something happen to this process, and notes when; what is not known here is nothing."""
     note.write_text(json.dumps({"time": time.time(), "pid": os.getpid()}))
     if fault == "exception":
         raise ValueError("only here")

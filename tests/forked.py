@@ -30,19 +30,7 @@ _GLANCE = 0.02
 
 
 class Forked:
-    """
-    A script that runs, as `subprocess.Popen` has it.
-
-    Args:
-        script (`str`):
-            A file in this directory.
-        arguments (`str` or `Path`):
-            Of the script.
-        environment:
-            Variables beside those of the tests.
-        out, err (`Path`, *optional*):
-            Where it prints to, behind what is there. Default to where the tests print their errors.
-    """
+    """A script of this directory that runs, as `subprocess.Popen` has it; it prints behind what is there."""
 
     def __init__(
         self,

@@ -79,24 +79,8 @@ def run_pair(
     launcher: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """
-    Runs something on two ranks.
-
-    Args:
-        directory (`Path`):
-            Where they write; it is made.
-        run (`Callable[[Path, int], dict]`):
-            Given the directory and the rank; what it gives is the result.
-        seconds (`float`, *optional*):
-            How long they may take together.
-        apart (`float`, *optional*):
-            How long one of them may take longer than the other.
-        launcher (`Mapping[str, str]`, *optional*):
-            The environment that a launcher gives them. It serves their store as well, so that it outlives each of
-            them. Defaults to none: the first rank serves it.
-
-    Returns:
-        `dict`: the ranks that had to be killed as `hung`, and where each was as `last`; the exit codes as `codes`,
-        when each has ended as `ended`, and the results of both as `ranks`; with an `error` where one raised.
+    Runs something on two ranks, whose `launcher` serves their store, if there is one, so that it outlives each. `codes`
+    are their exit codes, `hung` those that had to be killed, `last` where these were, `ended` when each ended.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:

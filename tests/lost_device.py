@@ -20,12 +20,7 @@ LOST = (
 
 
 class LostDevice(TorchDispatchMode):
-    """
-    Every operation raises from [`lose`] on.
-
-    Args:
-        after: So many operations still work.
-    """
+    """Every operation raises from [`lose`] on, or once `after` of them have worked."""
 
     def __init__(self, after: int = 0) -> None:
         super().__init__()

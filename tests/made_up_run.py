@@ -62,15 +62,7 @@ class MadeUpActions:
 
 
 class MadeUpRun:
-    """
-    A run whose steps are [`MadeUpWindow`]s.
-
-    Args:
-        directory (`Path`):
-            Where its journal is written.
-        settings:
-            Of the configuration.
-    """
+    """A run whose steps are [`MadeUpWindow`]s."""
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.config = HealingConfig(**{"quarantine_text": False, **settings})

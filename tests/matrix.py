@@ -168,15 +168,7 @@ SHOWN_ON_RANKS: dict[str, tuple[tuple[str, ...], str | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """
-    A test that shows that a fault is healed.
-
-    Args:
-        test: As pytest names it, without parameters.
-        fault: A key of `FAULTS`.
-        column: A key of `COLUMNS`.
-        partly: What is done in place of healing it; `None` if it is healed.
-    """
+    """A test, as pytest names it without parameters, that shows that a fault is healed, or what is done instead."""
 
     test: str
     fault: str

@@ -19,19 +19,8 @@ STORE: Any = torch.distributed.TCPStore
 
 class StartedRanks:
     """
-    Ranks whose store is served here, as by the agent of torchrun: nothing but themselves ends them.
-
-    Args:
-        logs (`Path`):
-            The directory of what they print.
-        count (`int`):
-            How many there are.
-        script (`str`):
-            What each of them runs, a file in this directory.
-        arguments (`str` or `Path`):
-            Of the script.
-        environment:
-            Further variables; of a tuple each rank has one.
+    Ranks whose store is served here, as by the agent of torchrun: nothing but themselves ends them. Of a variable that
+    is a tuple each rank has one.
     """
 
     def __init__(self, logs: Path, count: int, script: str, *arguments: str | Path, **environment: Any) -> None:
@@ -91,19 +80,7 @@ class StartedRanks:
 
 
 class StruckRanks(StartedRanks):
-    """
-    Ranks of a run, to one of which something happens; it notes when.
-
-    Args:
-        directory (`Path`):
-            Of the run; it is made.
-        count (`int`):
-            How many there are.
-        script (`str`):
-            Given the directory, and options as JSON.
-        options:
-            Of the script.
-    """
+    """Ranks of a run, to one of which something happens; it notes when."""
 
     def __init__(self, directory: Path, count: int, script: str, **options: Any) -> None:
         self.directory = directory

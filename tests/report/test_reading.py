@@ -17,7 +17,6 @@ from self_healing.report.healing_report import HealingReport
 from self_healing.report.output import LINES, briefing_of
 from self_healing.report.reading import read_run
 from self_healing.report.records import SCHEMA
-from self_healing.run.record import Attempt, ExitReason, RunRecord
 from self_healing.run.status import STATUS_FILE, RunState, RunStatus
 
 
@@ -242,26 +241,6 @@ def test_steps_that_were_done_again_are_told_apart(made_up: MadeUpDirectory) -> 
 
 
 # ---- processes and budgets ----
-
-
-def test_the_processes_of_a_run_are_those_of_its_record(made_up: MadeUpDirectory) -> None:
-    made_up.started()
-    made_up.time = BEGAN + 100
-    made_up.started(step=20)
-    first = Attempt(1, 11, "h", BEGAN, None, 0, 30, ExitReason.RESTART, "killed")
-    second = Attempt(2, 12, "h", BEGAN + 90, "checkpoint-20", 20, 20)
-    record = RunRecord(made_up.path, "run", [first, second])
-    record.recovery_state = {"budget": {"used": 2, "failed_at": 30}, "learning_rate": {"reductions": 1}}
-    record.write()
-    made_up.status(RunState.STOPPED, 44, why="no")
-    report = read_run(made_up.path)
-    assert [tuple(each[key] for key in ("number", "ending", "last_step", "ended")) for each in report.attempts] == [
-        (1, "restart", 30, BEGAN + 1),
-        (2, "stopped", 44, BEGAN + 500),
-    ]
-    left = {each.setting: (each.used, each.limit) for each in report.budgets}
-    assert left["max_recovery_attempts"] == (2, 6)
-    assert left["max_lr_reductions"] == (1, 4)
 
 
 # ---- what is made of it ----

@@ -11,6 +11,7 @@ import pytest
 
 from self_healing import FAILURE_RECIPES, Action, FailureType, HealingConfig, Incident, UnrecoverableTrainingError
 from self_healing.healers.assembly import assemble
+from self_healing.healers.oom.healer import MemoryOutsideOfModel
 from self_healing.healers.restarts import ending, preemption
 from self_healing.healers.restarts.attempts import Attempts
 from self_healing.healers.restarts.ending import Shutdown
@@ -137,3 +138,15 @@ class TestTheEndOfTheRun:
         assert (tmp_path / "postmortem.json").exists() is not told
         assert record.postmortem == (None if told else str(tmp_path / "postmortem.json"))
         assert any("postmortem" in note for note in getattr(error, "__notes__", [])) is not told
+
+
+def test_memory_that_runs_out_twice_in_a_step_ends_the_run_where_the_batch_is_to_stay(tmp_path: Path) -> None:
+    run = assemble(HealingConfig(oom_reduce_batch=False), tmp_path, wrapped=True)
+    state = SimpleNamespace(global_step=0)
+    healer = MemoryOutsideOfModel(run, SimpleNamespace(state=state))
+    remedies = []
+    for state.global_step in (3, 4, 4):
+        claim = healer.claim(MemoryError(), Incident("1", 7, "made up"))
+        assert claim is not None
+        remedies.append(claim.remedy)
+    assert remedies == [Action.FREE_MEMORY, Action.FREE_MEMORY, Action.STOP]

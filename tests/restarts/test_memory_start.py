@@ -189,19 +189,7 @@ def test_a_state_from_which_the_process_before_came_no_step_further_is_passed_ov
 
 
 class Ranks:
-    """
-    Ranks that are started again and again, each time with another store.
-
-    Args:
-        directory (`Path`):
-            Of the run.
-        script (`str`, *optional*):
-            What each of them runs.
-        count (`int`, *optional*):
-            How many there are.
-        options:
-            Of the script.
-    """
+    """Ranks that are started again and again, each time with another store."""
 
     def __init__(self, directory: Path, script: str = "restarted_ranks.py", count: int = 2, **options: Any) -> None:
         self.directory = directory
@@ -209,15 +197,7 @@ class Ranks:
         self._script, self._count, self.seconds = script, count, 180
 
     def start(self, restarts: int, *counts: int) -> list[int]:
-        """
-        Starts them and waits for their end; gives their exit codes.
-
-        Args:
-            restarts (`int`):
-                How often the job was started before.
-            counts (`int`):
-                How often each rank is told it was. Defaults to as often.
-        """
+        """Waits for the end of all; `counts` is how often each rank is told that it was started before."""
         ranks = StartedRanks(
             self.directory / f"logs.{restarts}",
             self._count,

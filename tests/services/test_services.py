@@ -51,13 +51,7 @@ DROP = "drop"  # the connection is closed without an answer
 
 
 class FlakyServer:
-    """
-    A real HTTP server that answers its first requests as it is told, and every other one with 200.
-
-    Args:
-        answers: `DROP`, a status, or a status with headers.
-        body: What a 200 brings, as JSON.
-    """
+    """A real HTTP server that answers its first requests as it is told, and every other one with 200 and a body."""
 
     def __init__(self, answers: Sequence[Any] = (), body: Any = None, always: Any = 200) -> None:
         self.answers = list(answers)
