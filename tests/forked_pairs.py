@@ -79,8 +79,8 @@ def run_pair(
     launcher: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """
-    Runs something on two ranks, whose `launcher` serves their store, if there is one, so that it outlives each. `codes`
-    are their exit codes, `hung` those that had to be killed, `last` where these were, `ended` when each ended.
+    Runs something on two ranks, whose `launcher` serves their store, if there is one, so that it outlives each. Gives
+    their exit codes as `codes`, who had to be killed as `hung`, where as `last`, and when each ended as `ended`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:

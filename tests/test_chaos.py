@@ -229,8 +229,8 @@ def test_a_poison_sample_stays_one(tmp_path: Path, tokenizer: Any) -> None:
 def test_faults_inside_of_a_step_are_survived(tmp_path: Path, tokenizer: Any) -> None:
     faults = "nan_loss@2,nan_gradient@4,inf_gradient@6,network_error@7,oom@8,poison_samples@9"
     config = HealingConfig(api_retry_base_delay=0.01)
-    trainer, rows = rehearsed(tmp_path, tokenizer, faults, grpo_trainer, config=config, max_steps=12)
-    assert trainer.state.global_step == 12
+    trainer, rows = rehearsed(tmp_path, tokenizer, faults, grpo_trainer, config=config, max_steps=10)
+    assert trainer.state.global_step == 10
     assert len(rows) == 6
     assert all(row.effect and row.incident and row.survived for row in rows), rows
     assert len({row.incident for row in rows}) == 6

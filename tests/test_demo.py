@@ -71,6 +71,7 @@ def test_what_was_not_healed_is_not_shown_as_healed(show: Show) -> None:
     assert "Every fault was found" not in text
 
 
+@pytest.mark.slow
 def test_without_healing_the_run_is_poisoned_and_killed(show: Show, tmp_path: Path) -> None:
     result, text = show(healing=False)
     assert result.problems == []

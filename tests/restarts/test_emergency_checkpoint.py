@@ -110,6 +110,7 @@ def test_a_second_exception_in_one_step_does_not_cost_the_checkpoint_of_the_firs
     assert [path for path in left if not path] == []
 
 
+@pytest.mark.slow
 def test_kept_checkpoints_give_way_to_an_emergency_checkpoint(tmp_path: Path, tokenizer: Any) -> None:
     class FullOnce(SFTTrainer):
         def _save_rng_state(self, output_dir: str) -> None:

@@ -75,6 +75,7 @@ def test_it_is_written_down_and_the_exception_goes_on_as_it_came(
     assert "training_step" not in vars(trainer)
 
 
+@pytest.mark.slow
 def test_the_next_process_goes_on_bitwise_from_the_newest_checkpoint(
     tmp_path: Path, tokenizer: Any, device: LostDevice
 ) -> None:

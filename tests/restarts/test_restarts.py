@@ -92,6 +92,7 @@ def test_a_process_killed_in_mid_step_is_started_again_by_torchrun_and_ends_bitw
     assert incident["outcome"] == "resolved"
 
 
+@pytest.mark.slow
 def test_a_kill_while_a_checkpoint_is_written_costs_that_checkpoint(
     tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
 ) -> None:
@@ -147,7 +148,7 @@ def test_a_quarantined_sample_is_not_touched_by_the_process_that_is_started_next
     tmp_path: Path, start: Callable[..., int], until_it_ends: Callable[..., list[int]]
 ) -> None:
     undisturbed, job = tmp_path / "undisturbed", tmp_path / "job"
-    order = {"bad_sample": 30, "arguments": {"max_steps": 20}}
+    order = {"bad_sample": 30, "arguments": {"max_steps": 16}}
     assert start(undisturbed, **order) == 0
     # Found in the first epoch of 8 steps and after the last checkpoint, which knows nothing of it.
     assert until_it_ends(job, 3, fault="sigkill", step=7, **order) == [-9, 0]
@@ -190,7 +191,7 @@ def test_a_crash_loop_ends_within_the_budget_with_one_postmortem(
     job = tmp_path / "job"
     options = {"fault": "sigkill", "step": 6, "times": 100, "config": {"max_recovery_attempts": 1}}
     # From step 0; from step 4, which was progress; once more without any; then it is refused.
-    assert until_it_ends(job, 7, **options) == [-9, -9, -9, 1, 1, 1, 1]
+    assert until_it_ends(job, 6, **options) == [-9, -9, -9, 1, 1, 1]
     (postmortem,) = postmortems(job)
     attempts = postmortem["attempts"]
     assert [attempt["last_step"] for attempt in attempts[:3]] == [6, 6, 6]
@@ -200,8 +201,8 @@ def test_a_crash_loop_ends_within_the_budget_with_one_postmortem(
     # It did not say why it ended: it was killed.
     assert FAILURE_RECIPES[FailureType.PROCESS_DIED].advice in postmortem["what_to_do"]
     # Started again all the same, it says so at once and never at greater length, and the postmortem stays.
-    _, second, third, last = refusals(job)
-    assert len(second) == len(third) == len(last)
+    _, second, last = refusals(job)
+    assert len(second) == len(last)
 
 
 def left_behind(text: str) -> list[str]:
@@ -240,7 +241,7 @@ class Bug(TrainerCallback):
             raise ValueError("a bug of the user's")
 
 
-@pytest.mark.parametrize(("job", "steps"), [("17", [4]), ("18", [1, 2, 3, 4])])
+@pytest.mark.parametrize(("job", "steps"), [("17", [4]), pytest.param("18", [1, 2, 3, 4], marks=pytest.mark.slow)])
 def test_a_requeued_job_takes_up_its_own_run_only(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, job: str, steps: list[int]
 ) -> None:
@@ -359,6 +360,7 @@ def test_exit_codes_are_for_launchers_that_start_again(monkeypatch: pytest.Monke
     assert not restarts_on_exit(HealingConfig(launcher_restarts="no"))
 
 
+@pytest.mark.slow
 def test_the_report_of_a_run_that_was_killed_says_that_it_died(tmp_path: Path, start: Callable[..., int]) -> None:
     assert start(tmp_path / "job", launcher="none", fault="sigkill", step=5, callback_alone=True) == -9
     status = HealingReport.from_run_dir(tmp_path / "job").status
