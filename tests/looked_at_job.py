@@ -1,4 +1,4 @@
-"""Run by doctor/test_job.py, once for each rank: `self-healing doctor`, where the device of one rank may be wrong."""
+"""Run by doctor/test_doctor.py, once for each rank: `self-healing doctor`, where one device may be wrong."""
 
 from __future__ import annotations
 

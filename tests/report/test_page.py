@@ -6,7 +6,6 @@ import functools
 import json
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 from made_up_report import SAMPLE_TEXT, made_up_incident, made_up_report
@@ -14,7 +13,6 @@ from made_up_report import SAMPLE_TEXT, made_up_incident, made_up_report
 from self_healing.report.page.rendering import page_of
 
 
-ROOT = Path(__file__).parent.parent.parent
 # What would end a script, an attribute, a comment or a template, and what would begin a tag or an entity.
 HOSTILE = (
     """ </script><script>alert(1)</script><!--<img src=x onerror=alert(1)> " ' ` & &lt; {{ 7 * 7 }} ]]> \u2028 """
