@@ -191,31 +191,6 @@ class TestValidation:
 
 
 class TestPresets:
-    def test_aggressive(self):
-        assert changes(HealingConfig.aggressive()) == {
-            "healing_preset": "aggressive",
-            "nan_patience": 8,
-            "max_skipped_fraction": 0.25,
-            "max_bad_fraction": 0.25,
-            "zclip_mode": "clip",
-            "max_lr_reductions": 6,
-            "max_recovery_attempts": 20,
-            "api_retry_max_delay": 900.0,
-            "api_retry_attempts": 20,
-        }
-
-    def test_conservative(self):
-        assert changes(HealingConfig.conservative()) == {
-            "healing_preset": "conservative",
-            "nan_patience": 2,
-            "max_skipped_fraction": 0.02,
-            "max_bad_fraction": 0.05,
-            "on_divergence": "stop",
-            "max_lr_reductions": 1,
-            "on_bad_sample": "raise",
-            "max_recovery_attempts": 2,
-        }
-
     def test_a_misspelled_keyword_names_the_closest_setting(self):
         for make in (HealingConfig, functools.partial(dataclasses.replace, HealingConfig())):
             with pytest.raises(

@@ -151,14 +151,7 @@ def test_settings_that_are_named_exist() -> None:
     parts = {name.split("_")[0] for name in HealingConfig().to_dict()}
     known = {field.name for config in (SFTConfig, HealingConfig) for field in dataclasses.fields(config)}
     known |= {str(failure) for failure in FailureType} | {str(action) for action in Action}
-    known |= {
-        "on_instability",
-        "save_model",
-        "save_pretrained",
-        "loss_after",
-        "lr_reductions",
-        "snapshot_refused",
-    }
+    known |= {"on_instability", "save_model", "save_pretrained", "loss_after", "lr_reductions", "snapshot_refused"}
     known |= {"learning_rate_scale", "snapshots_off", "healing_off", "resume_with", "resume_from_checkpoint"}
     known |= {"grad_accum_dtype"}
     known |= set(KINDS) | set(dir(TrainerCallback)) | set(StepRow._fields)

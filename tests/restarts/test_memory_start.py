@@ -119,29 +119,23 @@ class Raising(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("error", "left"),
+    ("error", "restarts", "left"),
     [
-        (None, False),
-        pytest.param(KeyboardInterrupt(), False, marks=pytest.mark.slow),
-        (ValueError("a bug"), True),
+        (None, "yes", False),
+        pytest.param(KeyboardInterrupt(), "yes", False, marks=pytest.mark.slow),
+        (ValueError("a bug"), "yes", True),
+        (ValueError("a bug"), "no", False),
     ],
-    ids=["finished", "interrupted", "may be started again"],
+    ids=["finished", "interrupted", "may be started again", "nobody starts it again"],
 )
 def test_states_stay_only_where_another_process_goes_on(
-    job: Path, tokenizer: Any, error: BaseException | None, left: bool
+    job: Path, tokenizer: Any, error: BaseException | None, restarts: Any, left: bool
 ) -> None:
     trainer = sft_trainer(job, tokenizer, max_steps=6, callbacks=[Raising(error)])
-    config = HealingConfig(**CLOSE, launcher_restarts="yes")
+    config = HealingConfig(**CLOSE, launcher_restarts=restarts)
     with contextlib.suppress(KeyboardInterrupt, ValueError):
         SelfHealingTrainer(trainer, config).train()
     assert directory_of(job).exists() == left
-
-
-def test_nothing_lies_in_shared_memory_where_nobody_starts_the_job_again(job: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(job, tokenizer, max_steps=6, callbacks=[Raising(ValueError("a bug"))])
-    with pytest.raises(ValueError, match="a bug"):
-        SelfHealingTrainer(trainer, HealingConfig(**CLOSE)).train()
-    assert not directory_of(job).exists()
 
 
 def test_a_trainer_that_reads_more_of_a_checkpoint_goes_on_from_disk(job: Path, tokenizer: Any) -> None:

@@ -310,15 +310,11 @@ def test_signals_can_be_left_alone(tmp_path: Path, tokenizer: Any) -> None:
 
 
 def test_training_in_another_thread_leaves_signals_alone(tmp_path: Path, tokenizer: Any) -> None:
-    before = signal.getsignal(signal.SIGTERM)
     trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=2)
-    seen = []
-    trainer.add_callback(type("See", (TrainerCallback,), {"on_step_end": lambda *_, **__: seen.append(before)})())
     thread = threading.Thread(target=SelfHealingTrainer(trainer).train)
     thread.start()
     thread.join(60)
     assert trainer.state.global_step == 2
-    assert len(seen) == 2
 
 
 class Raises(TrainerCallback):
