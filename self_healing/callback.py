@@ -341,9 +341,8 @@ def _warn_about_the_run_it_leaves(instrument: Instrument, trainer: Any) -> None:
     if outer is trainer or not instrument.attached or not is_training(outer, sys._getframe()):
         return
     logger.warning(
-        "This SelfHealingCallback watches a run that is still going on (step %d, %s), and switches to the one that "
-        "begins within it: the outer run is not healed from here on. Please give each trainer a SelfHealingCallback "
-        "of its own.",
+        "This SelfHealingCallback heals a run in progress (step %d, %s), and switches to one that was started inside "
+        "it: the outer run is no longer healed. Please give each trainer its own SelfHealingCallback.",
         instrument.view.step,
         outer.args.output_dir,
     )

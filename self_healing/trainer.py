@@ -101,7 +101,7 @@ class SelfHealingTrainer:
         callbacks (`Sequence[TrainerCallback]`, *optional*):
             Callbacks to add to the trainer.
         sleep (`Callable[[float], None]`, *optional*):
-            How waiting between attempts is done, in seconds. Defaults to `time.sleep`, cut short by a preemption.
+            Called with the seconds to wait before an attempt. Defaults to `time.sleep`, cut short by a preemption.
 
     Example:
 

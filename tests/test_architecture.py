@@ -198,6 +198,10 @@ def test_the_page_goes_from_the_top_down() -> None:
     assert floors == sorted(floors, reverse=True)
 
 
+def test_the_page_is_read_in_one_sitting() -> None:
+    assert sum(any(map(str.isalpha, word)) for word in PAGE.read_text(encoding="utf-8").split()) <= 1500
+
+
 def test_the_page_points_at_what_exists() -> None:
     text = PAGE.read_text(encoding="utf-8")
     tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}

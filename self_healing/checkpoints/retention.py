@@ -352,9 +352,9 @@ class RunCheckpoints:
         if "gave way" not in self._told:
             self._told.add("gave way")
             logger.warning(
-                "Step %d: %s in %s gave way, so that the next checkpoint fits (it takes %s). There are fewer trusted "
-                "checkpoints to go back to. What to do: make room on the disk; keep_verified_checkpoints=%d is what "
-                "would be kept.",
+                "Step %d: removed %s from %s, so that the next checkpoint fits (it takes %s). There are fewer trusted "
+                "checkpoints to go back to. What to do: free disk space; keep_verified_checkpoints=%d is what would "
+                "be kept.",
                 self._step,
                 ", ".join(names),
                 self.directory,

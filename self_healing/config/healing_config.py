@@ -181,7 +181,7 @@ class HealingConfig:
         "trusted checkpoint on disk.",
     )
     snapshot_interval: Annotated[int, Setting("rollback", at_least=0)] = setting(
-        0, "Steps between two snapshots. 0 chooses the interval by what they hold up: a four-hundredth of the time."
+        0, "Steps between two snapshots. 0 chooses the interval so that they take a 400th of the training time."
     )
     snapshot_verify_steps: Annotated[int, Setting("rollback", at_least=1)] = setting(
         6, "Healthy steps that must follow a snapshot or a checkpoint before it is trusted."
@@ -265,8 +265,8 @@ class HealingConfig:
     )
     collective_timeout_check_seconds: Annotated[float, Setting("hangs", at_least=0)] = setting(
         20.0,
-        "On several ranks, seconds within which they have to sum up known numbers before the first step: a sum that "
-        "is wrong, or late, ends the run. 0 switches this off. Else at least 10.",
+        "On several ranks, timeout in seconds for a sum over ranks of known numbers before the first step: a wrong or "
+        "late sum ends the run. 0 switches this off; otherwise at least 10.",
     )
 
     resume_after_restart: Annotated[bool, Setting("restarts")] = setting(

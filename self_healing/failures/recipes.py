@@ -351,8 +351,8 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="warning",
     ),
     FailureType.REPLICAS_DIFFER: Recipe(
-        diagnosis="The ranks do not train the same weights any more, though each has applied the same updates: those "
-        "of one were changed from outside, in memory or by code.",
+        diagnosis="The ranks no longer hold the same weights, although all applied the same updates: those of one "
+        "rank were changed from outside, by a memory fault or by code.",
         ladder=(Rung(_BACK_AND_AGAIN), Action.STOP),
         advice="Test the device of the rank that is named (dcgmi diag, memory test, ECC counters), and take it out if "
         "it is named again; look for code that writes into the weights on some ranks only.",
@@ -416,7 +416,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="info",
     ),
     FailureType.SLOW_RISE: Recipe(
-        diagnosis="The loss has risen by a fifth above the lowest level it had, too slowly for any step to stand out.",
+        diagnosis="The loss has risen 20 % above its lowest level, too slowly for any single step to stand out.",
         ladder=(),
         advice="Nothing, if the data have become harder on purpose (a curriculum, another source). Else compare the "
         "evaluation loss of a checkpoint from before the rise with the newest one: if it has risen as well, lower the "

@@ -580,9 +580,8 @@ class RunEvents(Healer):
         state.best_model_checkpoint = state.best_metric = state.best_global_step = None
         run.journal.event("best_model_passed_over", run.step, path=best, reason=reason)
         logger.error(
-            "Step %d: the best checkpoint, %s, is not loaded, because its weights cannot be used: %s. The weights at "
-            "the end of this run are not the best: they are those of the last step. Nothing of the run is lost; "
-            "evaluate them before you use them.",
+            "Step %d: the best checkpoint, %s, is not loaded, because its weights cannot be used: %s. The model keeps "
+            "the weights of the last step, which are not the best. Please evaluate them before you use them.",
             run.step,
             best,
             reason,

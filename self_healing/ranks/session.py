@@ -374,7 +374,7 @@ class OtherRanks:
             return None
         rank = min(left)
         why = (
-            "it left train() while the others train on: the ranks do different things; look for code that decides on "
+            "it left train() while the others train on: the ranks are out of step; look for code that decides on "
             "one rank alone (should_training_stop in a callback)"
         )
         # It has taken part in all steps that are finished here.

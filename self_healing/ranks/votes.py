@@ -328,8 +328,8 @@ def _cast(question: str, ballot: torch.Tensor) -> list[float]:
     ranks, (numbers, of_chunks, rests) = world_size(), found[_QUESTION]
     if numbers != ranks * number or of_chunks * _QUESTIONS + rests != ranks * (chunks * _QUESTIONS + rest):
         raise RanksDisagree(
-            f"{question}: the ranks do different things. Please look for code that decides on one rank alone, such as "
-            "a callback that stops, saves or evaluates there"
+            f"{question}: the ranks are out of step. Please look for code that decides on one rank alone, such as a "
+            "callback that stops, saves or evaluates there"
         )
     return found[_FIRST_ANSWER:]
 

@@ -47,8 +47,8 @@ def _about_the_state(report: RunReport, postmortem: Mapping[str, Any] | None, an
     state = report.state
     if state.name == "unknown" and state.pid is not None:
         yield NextStep(
-            f"Look whether process {state.pid} on {state.host} is still there.",
-            "Whether the run goes on can only be seen on that machine.",
+            f"Check whether process {state.pid} on {state.host} is still running.",
+            "Only that machine can tell whether the run is still going.",
             f"ps -p {state.pid}",
         )
     interrupted = postmortem is not None and postmortem.get("failure") == FailureType.INTERRUPTED

@@ -176,7 +176,7 @@ def _experiments(evidence: Mapping[str, Any]) -> Iterable[str]:
 def _remedy(event: Event) -> str:
     name, why = capital(spoken(event.get("action", "?"))), event.get("why")
     if not event.get("happened", True):
-        return f"{name}: tried in vain{f' ({why})' if why else ''}."
+        return f"{name}: did not succeed{f' ({why})' if why else ''}."
     left_out = _COMMON | {"action", "happened", "why", "rows", "by"}
     shown = _scalars({key: value for key, value in event.items() if key not in left_out})
     return f"{name}{f' ({shown})' if shown else ''}."

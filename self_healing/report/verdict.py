@@ -85,7 +85,7 @@ def _doubts(
         became = {"reported": "was only reported", "fatal": "ended the run"}.get(each.outcome, "was not healed")
         yield f"{each.title} {became} (step {each.step})"
     if len(open_ones) > _NAMED:
-        yield f"{len(open_ones) - _NAMED} kinds of incidents more were not healed"
+        yield f"{len(open_ones) - _NAMED} more kinds of incidents were not healed"
     if missing:
         yield f"{missing} of {counted(state.step, 'step')} {'is' if missing == 1 else 'are'} not in the weights"
     for each in [each for each in incidents if IN_DOUBT in each.evidence][-1:]:

@@ -168,7 +168,7 @@ class Rollback:
                 raise
             return False
 
-    # ---- experiments: is an earlier state better at a batch, are it the data that have become harder? ----
+    # ---- experiments: is an earlier state better at a batch, or have the data become harder? ----
 
     def try_snapshot(self, snapshot: Snapshot) -> Control | None:
         """Puts a state in place; returns a healthy step from before it, to compare with. Collective."""

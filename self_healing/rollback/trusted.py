@@ -288,9 +288,9 @@ class TrustedStates:
         self.batches.stop_recording()
         self._journal.event("snapshots_off", self.interval.last_taken, bytes_needed=needed, bytes_free=free)
         logger.warning(
-            "Snapshots are off: one takes %.2f GB of host memory, and %.2f GB are free. A run that fails goes back to "
-            "its newest trusted checkpoint on disk instead; please make sure that save_steps is as many steps as you "
-            "can afford to lose.",
+            "Snapshots are off: one takes %.2f GB of host memory, and only %.2f GB are free. A rollback will use the "
+            "newest trusted checkpoint on disk instead; please set save_steps to the number of steps that you can "
+            "afford to lose.",
             needed / 1e9,
             free / 1e9,
         )

@@ -31,7 +31,7 @@ _STYLES = {"healed": "green", "in part": "yellow", "not shown": "red", "not run"
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that will not work here, or had better be otherwise, and what to do about it."""
+    """Something that will not work here, or should be changed, and what to do about it."""
 
     severity: Literal["problem", "warning"]
     what: str
@@ -144,14 +144,14 @@ def _of_versions(machine: Machine) -> Iterator[Problem]:
         if installed is None and not optional:
             yield Problem("problem", f"{requirement.name} is not installed.", to_do)
         elif installed and not requirement.specifier.contains(installed, prereleases=True):
-            what = f"{requirement.name} {installed} is installed, and this library knows {requirement.specifier}."
+            what = f"{requirement.name} {installed} is installed, but this library supports {requirement.specifier}."
             yield Problem("problem", what, to_do)
 
 
 def _of_machine(machine: Machine) -> Iterator[Problem]:
     if machine.device == "cpu" and machine.driver is not None:
         built = "without CUDA" if machine.cuda is None else f"for CUDA {machine.cuda}"
-        what = f"There is an NVIDIA driver ({machine.driver}), and torch ({built}) sees no device."
+        what = f"There is an NVIDIA driver ({machine.driver}), but torch ({built}) sees no device."
         to_do = "Install a torch for it (https://pytorch.org/get-started/locally), and look at CUDA_VISIBLE_DEVICES."
         yield Problem("problem", what, to_do)
     if machine.shared_memory is not None and machine.shared_memory < _ENOUGH_SHARED_MEMORY:
@@ -187,7 +187,7 @@ def _of_launch(setting: Setting) -> Iterator[Problem]:
 
 def _of_job(job: Job) -> Iterator[Problem]:
     if job.missing:
-        what = f"Rank {', '.join(map(str, job.missing))} of {job.ranks} did not come to the store of the job."
+        what = f"Rank {', '.join(map(str, job.missing))} of {job.ranks} did not reach the store of the job."
         to_do = "Look at the output of those processes, and whether their machines reach MASTER_ADDR at MASTER_PORT."
         yield Problem("problem", what, to_do)
     if job.error is not None:

@@ -231,7 +231,7 @@ class HangWatch(Healer):
         journal.diagnosed(incident, FailureType.PROCESS_DIED, f"{failure.whose}: {failure.failure.value}", found)
         keep_stacks(journal, incident, found["diagnosis"], self._watchdog.training_thread)
         if code is None:
-            logger.error("Another rank has failed, and this one stays as it is (on_hang). %s", found["diagnosis"])
+            logger.error("Another rank has failed; this one keeps running (on_hang). %s", found["diagnosis"])
             journal.closed(incident, "reported")
         else:
             logger.error("This rank ends because another one has failed. %s", found["diagnosis"])

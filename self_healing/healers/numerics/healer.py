@@ -297,7 +297,7 @@ class RollbackEscalation(NumericsHealer):
         self.owe_checkpoint(context.went_back)
         if context.went_back is None:
             found = ", ".join(self.instrument.view.nonfinite_tensors()[:5])
-            frozen = f" (not finite still: {found}; what is frozen is in no snapshot)" if found else ""
+            frozen = f" (still not finite: {found}; frozen parameters are in no snapshot)" if found else ""
             context.verdict = f"{diagnosis}, and no state tried was any better{frozen}"
             self.actions.apply(Action.STOP, context, self.args)
         if not window.skipped:
@@ -321,8 +321,8 @@ class RollbackEscalation(NumericsHealer):
         why = f"training still fails at a learning rate of {self.instrument.view.learning_rate:.3g}, after {times}"
         if incident.cause == Cause.COMPUTATION:
             why += (
-                "; trusted weights give the same loss, so it is neither they nor the rate, but what is computed. "
-                "If its definition changes on purpose, set on_divergence='warn'"
+                "; trusted weights give the same loss, so neither the weights nor the rate are at fault, but the "
+                "computation itself. If the loss changes on purpose, set on_divergence='warn'"
             )
         return why
 

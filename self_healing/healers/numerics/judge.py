@@ -278,8 +278,8 @@ class OomDuringHealing(NumericsHealer):
         if unsound or (self.acts and window is not None and not window.sound):
             self._stop_without_memory(error, window, opened)
         logger.warning(
-            "Step %d: no memory was left for what self_healing does beside training (%s). The step needs no healing "
-            "and goes on as it is; the next one is watched again.",
+            "Step %d: self_healing ran out of memory while it checked this step (%s). The step needs no healing and "
+            "is applied as it is; checking resumes with the next one.",
             self.instrument.view.step,
             describe_exception(error),
         )
@@ -306,8 +306,8 @@ class OomDuringHealing(NumericsHealer):
         wrong = ", ".join(each.cause for each in opened if each.cause != Cause.UNKNOWN) or "the step is not sound"
         context = HealingContext(ran_out.incident, instrument, window)
         context.verdict = (
-            f"memory ran out, twice, while self_healing looked into something that was wrong ({wrong}); without that "
-            f"the weights would have been lost. They are {held}"
+            f"memory ran out, twice, while self_healing diagnosed a fault ({wrong}) that would have ruined the "
+            f"weights. They are {held}"
         )
         self.numerics.limits.reset()
         if own:
@@ -345,8 +345,8 @@ class TooManySkippedSteps(NumericsHealer):
         if len(skipped) < _SKIPPED_IN_A_ROW or step > skipped.stop:
             return
         verdict = (
-            f"every step is skipped: DeepSpeed has left out all {len(skipped)} since step {skipped.start}, because "
-            "loss or gradient was not finite, and nothing is trained any more"
+            f"every step is skipped: DeepSpeed has skipped all {len(skipped)} since step {skipped.start}, because "
+            "loss or gradient was not finite, so nothing is trained any more"
         )
         self._end("every step is skipped", verdict, steps=skipped.stop, skipped_in_a_row=len(skipped))
 

@@ -61,7 +61,7 @@ class AppliedSteps(NumericsHealer):
         before, self._trained = self._trained, [each.requires_grad for group in groups for each in group["params"]]
         if not before or before == self._trained:
             return False
-        logger.info("Step %d: other parameters are trained; the usual gradient norm is learned again.", step)
+        logger.info("Step %d: the set of trained parameters has changed; the gradient norm is learned again.", step)
         self.numerics.feed()
         self.panel.reset_gradient_baseline()
         if self.numerics.clipping is not None:

@@ -162,7 +162,7 @@ class NumericsRemedies:
     def _reset_moments(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument = context.running
         if not reset_moments(instrument.trainer):
-            why = "this optimizer is not known to make its state anew, and was left as it is"
+            why = "it is not known whether this optimizer can recreate its state, which was left unchanged"
             return {"why": why, "happened": False}
         steps = self._numerics.learning_rate.warm_up_again(instrument.view.step)
         return {"warmup_steps": steps}

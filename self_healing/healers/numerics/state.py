@@ -379,10 +379,10 @@ class LossWatch:
 
 
 _KEEPS_A_STATE = (
-    "Step %d, computed twice from the same weights, has gradients that differ by %.2g of themselves, more than by "
-    "noise of the kernels: something keeps a state of its own that is not put back before a step is computed again (a "
-    "counter or a running mean that is a plain attribute, a random generator of its own). What was computed again is "
-    "in the weights, but not as it would have been. A buffer of the model (`register_buffer`) is put back."
+    "Step %d was computed twice from the same weights, and its gradients differ by %.2g (relative), more than kernel "
+    "noise explains: something keeps state that is not restored before a step is recomputed (a counter or a running "
+    "mean in a plain attribute, a random generator of its own). The recomputed step was applied, but is not exactly "
+    "what it would have been. Buffers of the model (`register_buffer`) are restored."
 )
 
 

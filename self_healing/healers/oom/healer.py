@@ -489,7 +489,7 @@ class MemoryHealer(Healer):
         self._told = ADVICE[ran_out.place] if of_its_own else self._note_for_the_next_start(ran_out)
         # Not a warning: of those the terminal shows what the first rank has to say.
         logger.error(
-            "Step %d: out of memory in %s on process %d of several, and the others are waiting for it. %s",
+            "Step %d: out of memory in %s on rank %d, and the other ranks are waiting for it. %s",
             self._instrument.view.step,
             ran_out.place,
             self._args.process_index,

@@ -140,7 +140,7 @@ class Shutdown:
             self._write_postmortem_beside(verdict or describe_exception(error), FailureType.DEVICE, error)
             run.journal.dealt_with(incident)
         except Exception:
-            logger.exception("That the device is lost could not be written down; the exception goes on as it came.")
+            logger.exception("The loss of the device could not be recorded; the original exception is raised.")
 
     def leave_lost_device(self, error: BaseException) -> None:
         """
@@ -195,7 +195,7 @@ class Shutdown:
         try:
             self._write_down(error)
         except Exception:
-            logger.exception("How the run ended could not be written down; what ended it is raised unchanged.")
+            logger.exception("The end of the run could not be recorded; the original exception is raised unchanged.")
         # The traceback is what is looked at first.
         directions = self.run.journal.directions
         if directions is not None:

@@ -272,7 +272,7 @@ def continues(record: RunRecord, launch: Launch, requested: Any) -> bool:
         return True
     what = "a job before this one" if newest.call == 1 else f"this script, which had trained there {newest.call} times"
     logger.warning(
-        "In %s lies run %s of %s: it is not continued, and this process starts as requested. Please give each run an "
+        "%s holds run %s of %s: it is not continued, and this process starts as requested. Please give each run an "
         "output_dir of its own.",
         record.directory,
         record.run,
