@@ -157,7 +157,8 @@ class ReplicaHealer(NumericsHealer):
     def _name(self, opened: OpenIncident, odd: list[int] | None) -> None:
         """Says which ranks were hit, if that can be told."""
         who = "one rank" if odd is None else f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}"
-        opened.diagnosed(FailureType.REPLICAS_DIFFER, f"weights of {who} differ", {"odd_ranks": odd})
+        named = {} if odd is None else {"odd_ranks": odd}
+        opened.diagnosed(FailureType.REPLICAS_DIFFER, f"weights of {who} differ", named)
         self._hit.update(odd or ())
 
 
