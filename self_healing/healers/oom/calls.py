@@ -9,6 +9,7 @@ other rank. With gradients each chunk is computed again in the backward pass (`t
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ...hf.batches import CallShape, Kind, Layout, segments_of, select_rows
+from ...hf.patching import Replacements
 from ...hf.state import is_sharded
 from ...ranks import votes
 
@@ -308,6 +310,7 @@ class ModelCalls:
         self._device = device
         # Weights are gathered from all ranks, which make each call together.
         self._together = is_sharded(module)
+        self._zero = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
         self._inside = False
         # Why calls of a kind are made whole for good.
         self._given_up: dict[Kind, str] = {}
@@ -456,8 +459,14 @@ class ModelCalls:
             return compute(main)
         # ZeRO-3 has let go of gathered weights by the time that their sizes are compared.
         check = "none" if self._together else "default"
+        again = functools.partial(checkpoint, use_reentrant=False, determinism_check=check)
+        if self._zero and call.kwargs.get("fused_lm_head"):
+            # The backward of TRL's head asks the weight itself whether it is gathered; a checkpoint gives it a copy.
+            with Replacements() as replaced:
+                replaced.wrap(_innermost(self._module).base_model, "forward", again)
+                return compute(main)
         # What it is given says on which device random states are kept for the backward pass.
-        return checkpoint(compute, main, use_reentrant=False, determinism_check=check)  # type: ignore[no-any-return]
+        return again(compute, main)  # type: ignore[no-any-return]
 
     def _generated_in_chunks(self, call: _Call, groups: Sequence[Sequence[int]]) -> torch.Tensor:
         pieces = []
