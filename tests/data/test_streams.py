@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import assert_same_weights, quarantined, weights
 from datasets import Dataset, IterableDataset
-from test_data import BAD, known, rows_of, trainer_on
+from test_data import BAD, Counted, known, rows_of, trainer_on
 from torch.utils.data import DataLoader
 
 from self_healing.failures.retry import RetryPolicy
@@ -183,6 +183,13 @@ def test_what_an_iterator_that_lives_on_raised_for_is_written_down(tmp_path: Pat
     given = [sample["number"] for sample in GuardedStream(Stumbling(), Guard(known(tmp_path), seed=7))]
     assert given == [number for number in range(32) if number != 17]
     assert [(row["stream_ordinal"], row["error"]) for row in quarantined(tmp_path)] == [(17, "a glitch")]
+
+
+def test_the_last_sample_of_an_iterator_that_lives_on_is_left_out_as_any_other(tmp_path: Path) -> None:
+    stream = Counted([{"number": number} for number in range(8)], bad={2, 7})
+    given = [sample["number"] for sample in GuardedStream(stream, Guard(known(tmp_path), seed=7))]
+    assert given == [0, 1, 3, 4, 5, 6]
+    assert [row["stream_ordinal"] for row in quarantined(tmp_path)] == [2, 7]
 
 
 # ---- functions that raise ----

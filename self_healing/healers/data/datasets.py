@@ -165,6 +165,9 @@ class GuardedDataset(Proxy):
             bad.clear()
             yield found, sample
 
+    def put_back(self, substitute: tuple[SampleName, Any]) -> None:
+        """Nothing: it is there still."""
+
     def describe(self, name: SampleName) -> dict[str, Any]:
         return {"dataset_index": int(name), "worker": worker_id()}
 
@@ -265,6 +268,7 @@ class GuardedCollator(Proxy):
         found = next(self.supply.substitutes(name), None)
         if found is None:
             return False
+        self.supply.put_back(found)
         return self._attempt([*samples[:row], found[1], *samples[row + 1 :]])[1] is None
 
     def _substitute(self, name: SampleName, bad: list[BadSample]) -> tuple[SampleName, Any] | None:

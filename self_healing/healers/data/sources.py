@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from traceback import walk_tb
 from typing import Any
 
 from ...failures.classify import classify_exception, is_error
@@ -13,6 +15,9 @@ from ...system.random_state import RandomState
 from ..inspection import columns_of, digest_of
 from .guard import MAX_BAD_IN_A_ROW, DataSourceError, Guard, LetPass, copy_of
 from .quarantine import BadSample, describe_name
+
+
+logger = logging.getLogger("self_healing")
 
 
 @dataclass(eq=False)
@@ -142,6 +147,11 @@ class SourceReader:
         else:
             self._guard.known.loaded_on_retry(describe_name(failed[-1].name), error)
             return given
+        if not any(frame.f_code.co_flags & inspect.CO_GENERATOR for frame, _ in walk_tb(error.__traceback__)):
+            # No generator has died of it: it was the last sample.
+            self._leave_out(failed)
+            logger.warning("%s raised, and the stream ended with it: please check that it was the last.", failed[-1])
+            raise StopIteration
         raise LetPass(_cannot_be_passed(failed, error))
 
     def _read_again(self) -> Any:

@@ -67,6 +67,11 @@ class GuardedStream(Proxy, IterableDataset):  # type: ignore[type-arg]
         # To the end of the stream: drawing never gives `None`.
         return iter(()) if self.live is None else iter(self.live.draw, None)
 
+    def put_back(self, substitute: tuple[SampleName, Any]) -> None:
+        """Gives a substitute that was only tried once more, before the next sample."""
+        assert self.live is not None, "it has given it"
+        self.live.tried.append(substitute)
+
     def describe(self, name: SampleName) -> dict[str, Any]:
         return _where(int(str(name).partition(":")[2]))
 
@@ -77,9 +82,12 @@ class LiveStream(SourceReader):
     def __init__(self, dataset: Any, guard: Guard) -> None:
         super().__init__(self._opened, guard, _where, _shard=worker_id() or 0)
         self._dataset = self._read = dataset
+        self.tried: list[tuple[SampleName, Any]] = []
 
     def draw(self) -> tuple[SampleName, Any]:
         """Draws the next sample that can be used, and its name."""
+        if self.tried:
+            return self.tried.pop()
         try:
             sample = next(self)
         except StopIteration:
