@@ -227,6 +227,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         finally:
             instrument.detach()
             stop_speaking(run, left_by)
+            if not run.wrapped:
+                run.let_go()
 
     def _detach(self) -> None:
         if self.run is not None and self.run.attached is not None:

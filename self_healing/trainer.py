@@ -239,6 +239,7 @@ class SelfHealingTrainer:
                     leave()
             if run.part(Shutdown).ends_process:
                 end_at_once(EXIT_FOR_RESTART)
+        run.let_go()
         return output
 
     def _train_without_healing(self, requested: Any, kwargs: dict[str, Any]) -> TrainOutput:

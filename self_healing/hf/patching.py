@@ -142,7 +142,8 @@ def entry_hooks_removed_on_exception(trainer: Any) -> Iterator[None]:
     Takes off, if an exception leaves a call of `train()`, what that call put on the model before its first callback
     (NEFTune's noise, the hooks of activation checkpointing and of `debug="underflow_overflow"`).
     """
-    model = trainer.model
+    # With `model_init` each call has a model of its own, and the one there is is let go of.
+    model = trainer.model if trainer.model_init is None else None
     before = {key for _, key in _hooks_of(model)}
     put_on: list[tuple[dict[int, Any], int]] | None = None
 
@@ -165,7 +166,6 @@ def entry_hooks_removed_on_exception(trainer: Any) -> Iterator[None]:
 
 
 def _hooks_of(model: Any) -> Iterator[tuple[dict[int, Any], int]]:
-    # With `model_init` each call has a model of its own, and the first one is not made yet.
     for module in model.modules() if isinstance(model, nn.Module) else ():
         for name in _HOOKS:
             hooks = vars(module)[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import time
@@ -100,6 +101,13 @@ class Run:
     def may_enter_again(self) -> bool:
         """Whether an exception that leaves `train()` may be healed by entering it again."""
         return self.wrapped and processes.world_size() == 1
+
+    def let_go(self) -> None:
+        """Holds on to no model and no optimizer any more, once all is over."""
+        self.attached, self.healers = None, Healers(())
+        # As before it was attached for the first time.
+        with contextlib.suppress(AttributeError):
+            del self.instrument
 
     def sleep(self, seconds: float) -> None:
         """Waits on purpose, until this process is asked to leave."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import weakref
 from pathlib import Path
@@ -145,3 +146,28 @@ def test_nothing_that_a_trainer_gives_back_is_kept_alive(tmp_path: Path, tokeniz
     trainer.train()
     assert trainer.last() is not None
     assert trainer.outlived == 0
+
+
+class Outlived(TrainerCallback):
+    """Notes what of the run before is still there when the next one begins."""
+
+    def __init__(self) -> None:
+        self.before: list[weakref.ref[Any]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        gc.collect()
+        self.alive = [type(each()).__name__ for each in self.before if each() is not None]
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
+        self.before = [weakref.ref(model), weakref.ref(optimizer.optimizer)]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_model_and_optimizer_of_a_run_that_is_over_are_not_kept(tmp_path: Path, tokenizer: Any, wrapped: bool) -> None:
+    outlived = Outlived()
+    trainer = plain_trainer(tmp_path, tokenizer, callbacks=[outlived, SelfHealingCallback()], max_steps=3)
+    trainer.model_init = lambda: tiny_model(tokenizer)
+    for _ in range(2):
+        (SelfHealingTrainer(trainer) if wrapped else trainer).train()
+    assert len(outlived.before) == 2
+    assert outlived.alive == []
