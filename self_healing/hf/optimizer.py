@@ -179,7 +179,11 @@ class OptimizerStep:
         else:
             take = functools.partial(self._take, update) if self._rates.control.touched else update
             result = self.veto.launch(window, bounds, take)
+        if not window.applied:
+            # With none yet: what is told meanwhile is the rate in force.
+            self._scale_at = -1
         self._instrument.judge_launched(window)
+        self._scale_at = self._trainer.state.global_step
         # The wait for the device and the verdict are of the step, not of its update.
         self._began = time.perf_counter()
         return result

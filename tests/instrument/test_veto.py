@@ -116,7 +116,10 @@ class LowersTheRate(TrainerCallback):
     def on_instability(self, args: Any, state: Any, control: Any, incident: Incident, **kwargs: Any) -> None:
         if not self.lowered_at:
             self.lowered_at.append(state.global_step)
+            view = self.healing.run.instrument.view
+            before = view.learning_rate
             self.healing.run.part(NumericsState).learning_rate.reduce(state.global_step)
+            self.factor = view.learning_rate / before
 
 
 def test_a_rate_that_is_lowered_while_a_step_is_judged_is_in_force_for_it(
@@ -138,6 +141,8 @@ def test_a_rate_that_is_lowered_while_a_step_is_judged_is_in_force_for_it(
             )
         )
         assert lowers.lowered_at == [31]
+        # As it is told in the journal.
+        assert lowers.factor == pytest.approx(CONFIG.lr_reduce_factor)
     assert False in launched
     assert_same_weights(weights(ended[0]), weights(ended[1]))
     assert logged(ended[0]) == logged(ended[1])
