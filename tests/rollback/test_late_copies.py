@@ -11,9 +11,11 @@ import pytest
 import torch
 from conftest import WeightFault, a_few_nans, assert_same_weights, journal, sft_trainer, weights
 from test_memory import HalfWay
+from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback
 from self_healing.rollback.host_memory import TRANSFERS
+from self_healing.rollback.snapshots import Snapshot
 from self_healing.rollback.trusted import TrustedStates
 
 
@@ -72,6 +74,25 @@ def test_an_update_that_failed_half_way_is_undone(late: None, tmp_path: Path, to
     healed = trained("healed", times=1)
     assert journal(tmp_path / "healed", "outcome")[0]["steps_lost"] == 0
     assert_same_weights(healed, trained("plain", times=0))
+
+
+def test_an_update_does_not_wait_until_its_copy_is_searched(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updated, look, in_time = threading.Event(), Snapshot._look, list[bool]()
+
+    def after_the_update(self: Snapshot, *of_it: Any) -> list[str]:
+        in_time.append(updated.wait(5))
+        return look(self, *of_it)
+
+    class Updated(TrainerCallback):
+        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+            updated.set()
+
+    monkeypatch.setattr(Snapshot, "_look", after_the_update)
+    healing = SelfHealingCallback(HealingConfig(on_oom="backup", snapshots=False))
+    sft_trainer(tmp_path, tokenizer, callbacks=[healing, Updated()], max_steps=1).train()
+    assert in_time == [True]
 
 
 def clamp(weight: torch.Tensor) -> None:
