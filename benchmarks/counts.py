@@ -137,7 +137,7 @@ class Steps(TrainerCallback):
         self._counted.close()
 
 
-def run(kind: str, precision: str, accumulation: int, healed: bool) -> Steps:
+def run(kind: str, precision: str, accumulation: int, healed: bool, **settings: float) -> Steps:
     """
     The counts of a run. A plain one needs no baselines, and its counts come again with each period, but where rows are
     generated: there no two steps are alike.
@@ -153,7 +153,7 @@ def run(kind: str, precision: str, accumulation: int, healed: bool) -> Steps:
             Path(directory),
             build_tokenizer(),
             # The last callback: what ours does at the end of a step is counted to that step.
-            callbacks=[*([SelfHealingCallback({"snapshot_interval": PERIOD})] if healed else []), steps],
+            callbacks=[*([SelfHealingCallback({"snapshot_interval": PERIOD, **settings})] if healed else []), steps],
             max_steps=warm + calls + PERIOD,
             gradient_accumulation_steps=accumulation,
             logging_steps=1000,
@@ -169,9 +169,9 @@ def run(kind: str, precision: str, accumulation: int, healed: bool) -> Steps:
     return steps
 
 
-def added(kind: str, precision: str, accumulation: int) -> dict[str, float]:
+def added(kind: str, precision: str, accumulation: int, **settings: float) -> dict[str, float]:
     """What healing adds to a healthy step, the mean over the measured steps without a snapshot."""
-    plain, healed = (run(kind, precision, accumulation, healed) for healed in (False, True))
+    plain, healed = (run(kind, precision, accumulation, healed, **settings) for healed in (False, True))
     found: dict[str, float] = {}
     for name in ("synchronisations", "kernels", "calls"):
         part = "calls" if name == "calls" else "operators"

@@ -1,7 +1,11 @@
-"""Run by test_collectives.py under torchrun: counts the collectives of healthy runs, without and with healing."""
+"""
+Run by test_collectives.py under torchrun: counts the collectives of healthy runs, without and with healing, and the
+calls of Python that a healthy step has more.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -20,6 +24,10 @@ from self_healing import HealingConfig, SelfHealingCallback
 SHORT, LONG = 3, 5
 # Nor is one of them named here because it does not get to run: of that all ranks would be told in a collective.
 PATIENT = {"collective_timeout_check_seconds": 1000.0, "hang_floor_seconds": 1000.0}
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+of_steps = importlib.import_module("counts")
+of_steps.WARM, of_steps.MEASURED = 8, 16
 
 
 def collectives_in(profiled: profile) -> list[str]:
@@ -57,6 +65,7 @@ def main(directory: Path) -> None:
             "run": long,
             "run_by_question": long_by,
         }
+    results["calls"] = of_steps.added("sft", "fp32", 2, **PATIENT)["calls"]
     (directory / f"results.{os.environ['RANK']}.json").write_text(json.dumps(results))
 
 

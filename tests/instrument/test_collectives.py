@@ -1,4 +1,7 @@
-"""Collectives of a healthy run on two processes: one more per step with the callback, and a few per run."""
+"""
+Collectives of a healthy run on two processes: one more per step with the callback, and a few per run; and the calls of
+Python that a step has more.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,8 @@ PER_RUN_BY_QUESTION = {
     "the state at the end is not finite": 1,
     "news at the end": 1,
 }
+# In the mean over the steps from the ninth to the 24th, of two micro-batches each.
+CALLS = 448
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +57,7 @@ def test_a_healthy_run_takes_as_many_collectives_as_before(results: list[dict[st
     for rank in results:
         assert added(rank, "run_by_question") == PER_RUN_BY_QUESTION
         assert added(rank, "run") == PER_RUN
+
+
+def test_a_healthy_step_takes_no_more_calls_than_it_did(results: list[dict[str, Any]]) -> None:
+    assert max(rank["calls"] for rank in results) <= CALLS

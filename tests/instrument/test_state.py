@@ -18,9 +18,10 @@ from conftest import (
     losses,
     plain_trainer,
     sft_trainer,
+    tiny_model,
     weights,
 )
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from self_healing import (
     HealingConfig,
