@@ -91,6 +91,17 @@ def count_forwards(model: Any) -> None:
     model.register_forward_pre_hook(count)
 
 
+def draw_before_each_batch(trainer: Any) -> None:
+    """Code of the user that prepares batches, and draws random numbers for it."""
+    prepare = trainer._prepare_inputs
+
+    def drawing(inputs: Any) -> Any:
+        torch.rand(1)
+        return prepare(inputs)
+
+    trainer._prepare_inputs = drawing
+
+
 def main(directory: Path, *wanted: str) -> None:
     rank = int(os.environ["RANK"])
     tokenizer = build_tokenizer()
@@ -111,13 +122,15 @@ def main(directory: Path, *wanted: str) -> None:
             return
         set_seed(1234)
         arguments = {"ddp_backend": "gloo", "max_steps": 6, "dropout": 0.0} | arguments
-        counted = arguments.pop("counted", False)
+        counted, drawn = arguments.pop("counted", False), arguments.pop("drawn", False)
         if arguments.pop("eval", False):
             rows = Dataset.from_dict({"text": TEXTS[:16]})
             arguments["trainer_kwargs"] = {"eval_dataset": rows}
         trainer = make(directory / name, tokenizer, **arguments)
         if counted:
             count_forwards(trainer.model)
+        if drawn:
+            draw_before_each_batch(trainer)
         short = Short(trainer, where, fit, times) if where is not None and rank == 1 else None
         trained: Any = SelfHealingTrainer(trainer, settings_among({"PROBE_STEPS": 2})) if healed else trainer
         with profile(activities=[ProfilerActivity.CPU]) if record else torch.enable_grad() as profiled:
@@ -142,6 +155,8 @@ def main(directory: Path, *wanted: str) -> None:
     run("once", "forward", times=1)
     run("counted_plain", None, healed=False, counted=True)
     run("counted", "forward", times=1, counted=True)
+    run("drawn_plain", None, healed=False, drawn=True, dropout=0.1)
+    run("drawn", "forward", times=1, drawn=True, dropout=0.1)
     run("backward", "backward")
     run("evaluation", "evaluation", eval_strategy="steps", eval_steps=2, eval=True)
     run("dpo_plain", None, dpo_trainer, healed=False)

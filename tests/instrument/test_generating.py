@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from conftest import WeightFault, grpo_trainer, journal, prompts
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback
+from self_healing.checkpoints.marker import CHECKSUMS
+from self_healing.system.files import GENERATED_FILE, MARKER_FILE
 
 
 AFTER, STEPS = 3, 6
@@ -56,3 +60,19 @@ def test_nor_is_anything_for_an_evaluation(tmp_path: Path, tokenizer: Any) -> No
     assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [AFTER, STEPS]
     outcomes = [(event["failure"], event["outcome"]) for event in journal(tmp_path, "outcome")]
     assert outcomes == [("corrupted_state", "resolved")]
+
+
+def test_rows_of_a_cycle_that_cannot_be_read_are_named_and_generated_anew(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    saving = {"steps_per_generation": 2, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    trainer_of(tmp_path, tokenizer, arguments=saving)[0].train()
+    rows = tmp_path / "checkpoint-1" / GENERATED_FILE
+    rows.write_bytes(bytes(rows.stat().st_size))
+    # As of a process that was killed before it knew the checksums, which do not let it be resumed from.
+    marker = json.loads((rows.parent / MARKER_FILE).read_text())
+    (rows.parent / MARKER_FILE).write_text(json.dumps({**marker, CHECKSUMS: {}}))
+    resumed, finite = trainer_of(tmp_path, tokenizer, arguments=saving)
+    resumed.train(resume_from_checkpoint=str(rows.parent))
+    assert (resumed.state.global_step, len(finite)) == (2, 1)
+    assert f"{rows} cannot be read" in caplog.text

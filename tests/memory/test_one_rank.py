@@ -57,6 +57,13 @@ def test_a_buffer_that_a_forward_changes_is_put_back_first(ranks: list[dict[str,
             assert rank["counted"][part] == rank["counted_plain"][part]
 
 
+def test_random_numbers_of_code_that_prepares_batches_are_not_drawn_again(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[1]["drawn"]["fired"] == 1
+    for rank in ranks:
+        for part in ("sum", "losses"):
+            assert rank["drawn"][part] == rank["drawn_plain"][part]
+
+
 def test_an_evaluation_that_does_not_fit_is_split_on_that_rank(ranks: list[dict[str, Any]]) -> None:
     struck = ranks[1]["evaluation"]
     assert struck["fired"] > 0

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from self_healing.healers.numerics.replicas import odd_by_majority, outlier_by_distance
+from self_healing.hf import replicas
 from self_healing.hf.replicas import (
     DIGEST_PARTS,
     Group,
     are_apart,
     digest_of,
+    distance_between,
     factors_of,
     sum_of_all,
     sum_of_bits,
@@ -28,6 +32,17 @@ KEPT: dict[int, list[tuple[str, Group]]] = {
     3: [("sharded", (1, 3)), ("whole", (0, 1, 2, 3)), ("odd", (0, 1, 3))],
 }
 SUMS = {("sharded", (0, 2)): 5, ("sharded", (1, 3)): -(2**63), ("whole", (0, 1, 2, 3)): 2**62, ("odd", (0, 1, 3)): 0}
+
+
+@pytest.mark.parametrize("at", [0, 4, 9])
+def test_a_weight_in_any_piece_of_a_tensor_tells_how_far_it_is_off(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_PIECE", 4)
+    was = {"same": torch.ones(3, 3), "struck": torch.zeros(2, 5)}
+    now = {name: each.clone() for name, each in was.items()}
+    now["struck"].view(-1)[at] = -0.5
+    assert distance_between(was, now) == 0.5
+    now["struck"].view(-1)[at] = math.nan
+    assert distance_between(was, now) == math.inf
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
