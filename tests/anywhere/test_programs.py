@@ -170,10 +170,6 @@ def test_a_preset_in_the_yaml_of_trl_is_the_one_in_force(project: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "Every Trainer of this program is healed, and says so" in result.stderr
     assert "on (preset conservative): heals" in result.stderr
-    # Where the default drops the row, this preset leaves out the step.
-    actions = {event["action"] for event in journal(Path("out"), "action")}
-    assert "drop_rows" not in actions
-    assert actions & {"skip_step"}
 
 
 # ---- scripts, modules, launchers ----
