@@ -261,14 +261,6 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             with run.attached.failsafe.contained(), run.attached.failsafe.together():
                 raise
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        run = self.run
-        if run is None or run.broken or run.attached is None:
-            return
-        window = run.attached.window
-        if window is None or not (window.judged or window.bounds is not None):
-            run.attached.before_optimizer_step()
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self.run
         if run is None:

@@ -8,7 +8,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from transformers import Trainer
@@ -17,7 +17,7 @@ from ..failures.recipes import TrainingFault
 from ..ranks import votes
 from ..system.random_state import RandomState
 from .dataloader import DataPosition
-from .engine import StepEngine
+from .engine import Call, StepEngine
 from .hooks import Failsafe, Hooks
 from .memory import OutOfMemory, is_out_of_memory
 from .objective import objective_of
@@ -105,9 +105,8 @@ class Instrument:
         """Wraps the trainer's methods, in `on_train_begin`: optimizer, data loader and running loss exist by then."""
         trainer = self.trainer
         self.engine.attach()
-        # These call all the others: what is raised between them is seen as well.
-        self.replace(trainer, "_run_epoch", self.failsafe.watch_the_device)
-        self.replace(trainer, "_finalize_training", self.failsafe.watch_the_device)
+        self.replace(trainer, "_run_epoch", self.failsafe.leaving)
+        self.replace(trainer, "_finalize_training", self.failsafe.leaving)
         self.replace(trainer, "get_batch_samples", self._get_batch_samples)
         self.replace(trainer, "training_step", self._training_step)
         self.replace(trainer, "log", self._in_section("log", self._log))
@@ -119,10 +118,7 @@ class Instrument:
         self.replace(trainer, "_get_learning_rate", self.optimizer_step.learning_rate)
         self.replace(trainer.callback_handler, "on_save", self._in_section("on_save", self.saves.on_save))
         self.replace(trainer.callback_handler, "on_epoch_end", self._in_section("on_epoch_end", self._on_epoch_end))
-        self.replace(trainer.accelerator, "clip_grad_norm_", self._clip_grad_norm_)
-        if hasattr(trainer, "_mixed_mesh_grad_norm"):
-            # transformers 5.2x: what it clips by where some gradients are sharded and others are not.
-            self.replace(trainer, "_mixed_mesh_grad_norm", self._mixed_mesh_grad_norm)
+        self.replace(trainer, "_get_grad_norm", self._get_grad_norm)
         if self.leaves_out_nonfinite and hasattr(trainer, "_generate_and_score_completions"):
             # GRPO, RLOO, distillation.
             self.replace(trainer, "_generate_and_score_completions", self._generate)
@@ -230,19 +226,6 @@ class Instrument:
         with self.failsafe.contained():
             self.reentry.first_step_begins()
 
-    def before_optimizer_step(self) -> None:
-        """
-        Called in `on_pre_optimizer_step` of a step that is not judged yet: the Trainer did not clip it, neither
-        through the accelerator nor on mixed meshes.
-        """
-        window = self.window
-        if self._ready(window):
-            window.measure = lambda: self.trainer._get_grad_norm(self.trainer.model_wrapped)
-            window.grad_norm = window.measure()
-            self._judge(window)
-        elif self.failsafe.failure is not None:
-            self._tell_of_failure(self.trainer._get_grad_norm(self.trainer.model_wrapped))
-
     def epoch_ends(self) -> None:
         """Called in `on_epoch_end`."""
         if self.attached:
@@ -265,20 +248,17 @@ class Instrument:
                 self.window = None
                 self.reentry.fetching()
             except Exception as error:
-                if not self.failsafe.contains(error):
-                    raise
+                self.failsafe.contain(error)
             try:
                 batches, items = original(*args, **kwargs)
             except BaseException as error:
-                self.failsafe.leaves_with(error)
                 self.hooks.fetch_failed(error)
                 raise
             try:
                 if self.replaced.held:
                     self._fetched(len(batches))
             except Exception as error:
-                if not self.failsafe.contains(error):
-                    raise
+                self.failsafe.contain(error)
             return batches, items
         finally:
             self.heartbeat.leave()
@@ -306,7 +286,7 @@ class Instrument:
 
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         window = self.window
-        if window is None or window.judged or self.call.running or len(window.losses) >= window.size:
+        if window is None or window.judged or len(window.losses) >= window.size:
             return original(model, inputs, *args, **kwargs)
         self.heartbeat.enter("step")
         try:
@@ -320,37 +300,29 @@ class Instrument:
                 given = inputs.copy() if type(inputs) is dict else copy.copy(inputs)
                 window.calls.append((model, given, args, kwargs))
             except Exception as error:
-                if not self.failsafe.contains(error):
-                    raise
+                self.failsafe.contain(error)
                 if not self.attached:
                     return original(model, inputs, *args, **kwargs)
             state = self.trainer.state
             before, ran_out = state.num_input_tokens_seen, None
+            if self.one_rank.possible:
+                self.one_rank.begin(window)
             try:
-                try:
-                    call = model, inputs, args, kwargs
-                    if self.one_rank.possible:
-                        self.one_rank.begin(window)
-                    if self.objective.online and not window.losses:
-                        with self._noting_what_is_generated(window):
-                            loss = self.call.run(call, window.note_exception)
-                    else:
-                        loss = self.call.run(call, window.note_exception)
-                except Exception as error:
-                    ran_out = self.retry.caught(error, alone=not self.one_rank.why_not())
-                    if ran_out is None:
-                        raise
-                tokens = state.num_input_tokens_seen - before
-                if ran_out is not None:
-                    # Outside of the handler: the exception, and with it what the failed attempt held, is gone.
-                    loss, tokens = self._until_it_fits(window, ran_out, before)
-                if self.one_rank.possible:
-                    self.one_rank.end()
-                    if len(window.losses) + 1 == window.size:
-                        self.one_rank.check_sent()
+                if self.call.passes is None and not (self.objective.online and not window.losses):
+                    # As in `TrainingCall.compute`, which would be a call more for every micro-batch.
+                    loss = original(model, inputs, *args, **kwargs).detach().clone()
+                else:
+                    loss = self._in_passes_or_generated(window, (model, inputs, args, kwargs))
             except BaseException as error:
-                self.failsafe.leaves_with(error)
-                raise
+                loss, ran_out = self._raised(error, window)
+            tokens = state.num_input_tokens_seen - before
+            if ran_out is not None:
+                # Outside of the handler: the exception, and with it what the failed attempt held, is gone.
+                loss, tokens = self._until_it_fits(window, ran_out, before)
+            if self.one_rank.possible:
+                self.one_rank.end()
+                if len(window.losses) + 1 == window.size:
+                    self.one_rank.check_sent()
             window.losses.append(loss)
             window.tokens_inside += tokens
             if self.retry.watched:
@@ -358,6 +330,21 @@ class Instrument:
             return loss
         finally:
             self.heartbeat.leave()
+
+    def _in_passes_or_generated(self, window: Window, call: Call) -> torch.Tensor:
+        generates = self.objective.online and not window.losses
+        with self._noting_what_is_generated(window) if generates else contextlib.nullcontext():
+            return self.call.compute(call)
+
+    def _raised(self, error: BaseException, window: Window) -> tuple[Any, OutOfMemory | None]:
+        """Takes what a micro-batch has raised for NaN, or for memory that ran out; raises anything else again."""
+        loss = self.call.in_place_of(error, window)
+        if loss is not None:
+            return loss, None
+        ran_out = self.retry.caught(error, alone=not self.one_rank.why_not())
+        if ran_out is None:
+            raise error
+        return None, ran_out
 
     def _noting_what_is_generated(self, window: Window) -> contextlib.AbstractContextManager[None]:
         """Keeps the rows that a trainer generates for the first call of a step, which need not be generated twice."""
@@ -397,14 +384,13 @@ class Instrument:
         before_the_step = tokens - window.tokens_inside
         while True:
             if not self.retry.handled(ran_out, window):
-                self.detach()
                 raise ran_out.error
             try:
                 if not ran_out.alone:
                     return window.compute_again_so_far(before_the_step)
                 model, inputs, args, kwargs = window.calls[-1]
                 call = model, copy.copy(inputs), args, kwargs
-                loss = self.one_rank.compute_again(functools.partial(self.call.run, call, window.note_exception))
+                loss = self.one_rank.compute_again(functools.partial(self.call.run, call, window))
                 return loss, self.trainer.state.num_input_tokens_seen - tokens
             except TrainingFault as fault:
                 error = fault.error
@@ -418,36 +404,25 @@ class Instrument:
                 if ran_out.alone and not is_out_of_memory(error):
                     # DDP may refuse another forward (a parameter that the loss does not use counts as reduced).
                     self.retry.ends_the_job(ran_out)
-                self.detach()
                 raise error from ran_out.error
             ran_out = again
 
-    def _clip_grad_norm_(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        window = self.window
-        if self.call.running:
-            return original(parameters, *args, **kwargs)
-        if window is None or window.judged or window.bounds is not None or len(window.losses) < window.size:
-            norm = original(parameters, *args, **kwargs)
+    def _get_grad_norm(self, original: Callable[..., Any], model: Any, grad_norm: Any = None) -> Any:
+        """Wraps the last call before `optimizer.step()`, however the Trainer clips or does not: judges the step."""
+        window, trainer = self.window, self.trainer
+        norm = original(model) if grad_norm is None else grad_norm
+        if window is None or window.judged or len(window.losses) < window.size:
             if self.failsafe.failure is not None and (window is None or not window.judged):
                 self._tell_of_failure(norm)
-            return norm
-        # A generator could not be gone through again.
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        return self._measured(window, functools.partial(original, parameters, *args, **kwargs))
-
-    def _mixed_mesh_grad_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        window = self.window
-        if self.call.running or not self._ready(window):
-            return original(*args, **kwargs)
-        return self._measured(window, functools.partial(original, *args, **kwargs))
-
-    def _measured(self, window: Window, measure: Callable[[], Any]) -> Any:
-        window.measure, window.grad_norm = measure, measure()
+            return original(model, grad_norm=norm)
+        clips = grad_norm is not None
+        window.measure = lambda: trainer._clip_grad_norm(model) if clips else original(model)
+        window.grad_norm = norm
         if self.optimizer_step.veto.usable:
             window.bounds = self.optimizer_step.bounds_for(window)
         if window.bounds is None:
             self._judge(window)
-        return window.grad_norm
+        return original(model, grad_norm=window.grad_norm)
 
     def judge_launched(self, window: Window) -> None:
         """Judges a step whose update has been launched: the device has left it out, or nothing is to be healed."""
@@ -456,12 +431,6 @@ class Instrument:
         if window.grad_norm is not told:
             # The Trainer has it already, and logs it.
             told.copy_(window.grad_norm)
-
-    @staticmethod
-    def _ready(window: Window | None) -> TypeGuard[Window]:
-        if window is None or window.judged or window.bounds is not None:
-            return False
-        return len(window.losses) >= window.size
 
     def _judge(self, window: Window) -> None:
         window.judged = True
@@ -494,7 +463,7 @@ class Instrument:
     def owes_update(self) -> bool:
         """Whether `train()` was left by an exception between a step that was found fit and its update."""
         window = self.reentry.interrupted
-        return self.attached and window is not None and window.released and self.reentry.phase is Phase.COMPUTING
+        return window is not None and window.released and self.reentry.phase is Phase.COMPUTING
 
     def finish_step(self) -> None:
         """Applies that step, as the other ranks have that were not left."""
@@ -557,8 +526,7 @@ class Instrument:
         try:
             self.reentry.events_begin()
         except Exception as error:
-            if not self.failsafe.contains(error):
-                raise
+            self.failsafe.contain(error)
         self.saves.maybe_log_save_evaluate(original, *args, **kwargs)
         self.reentry.events_done += 1
 

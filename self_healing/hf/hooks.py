@@ -146,7 +146,7 @@ class Failsafe:
         # Whether this library has failed: training goes on without it.
         self.switched_off = False
         self._lost_device_error: BaseException | None = None
-        self._containing, self._leaving = OnException(self.contains), OnException(self.leaves_with)
+        self._containing = OnException(self.contains)
         self._noting, self._meeting = OnException(self._note), OnException(self._fail_where_ranks_meet)
         # On one of several ranks: what the others have not been told yet.
         self.failure: Exception | None = None
@@ -186,6 +186,11 @@ class Failsafe:
             self.give_back()
             raise error.error
         return self._note(error)
+
+    def contain(self, error: Exception) -> None:
+        """In its handler: contains an exception, or raises it again."""
+        if not self.contains(error):
+            raise error
 
     def _note(self, error: BaseException) -> bool:
         if not self._is_ours(error):
@@ -242,25 +247,13 @@ class Failsafe:
         self._hooks.device_lost(error)
         return True
 
-    def leaving_on_exception(self) -> OnException:
-        """Gives the trainer back if an exception leaves a block: it ends `train()`, and no event says so."""
-        return self._leaving
-
-    def leaves_with(self, error: BaseException) -> bool:
-        """Gives the trainer back with an exception that ends `train()`; always `False`: it goes on."""
-        self.tells_of_lost_device(error)
-        self.give_back()
-        return False
-
-    def watch_the_device(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wraps a part of `train()` that calls all the others: what is raised between them is seen as well."""
+    def leaving(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wraps a part of `train()` that calls all the others: an exception that leaves it ends `train()`."""
         try:
             return original(*args, **kwargs)
         except BaseException as error:
-            lost = self.tells_of_lost_device(error)
+            self.tells_of_lost_device(error)
             self._hooks.left_by(error)
-            if not lost:
-                raise
             self.give_back()
             first = self._lost_device_error
             if first is None or first is error:

@@ -118,9 +118,9 @@ class OutOfMemory:
         return isinstance(self.error, (MemoryError, OSError)) or "DefaultCPUAllocator" in text
 
 
-def caught(error: Exception, device: torch.device, place: Place | None = None) -> OutOfMemory | None:
+def caught(error: BaseException, device: torch.device, place: Place | None = None) -> OutOfMemory | None:
     """Reads an out-of-memory error; `None` if the exception is none."""
-    if not is_out_of_memory(error):
+    if not isinstance(error, Exception) or not is_out_of_memory(error):
         return None
     figures = memory_figures(device)
     by_traceback = _place_of(error)

@@ -52,7 +52,7 @@ class OomRetry:
         # Whether what is computed is an experiment, which may fail where the run must not.
         self.experimenting = False
 
-    def caught(self, error: Exception, place: Place | None = None, alone: bool = False) -> OutOfMemory | None:
+    def caught(self, error: BaseException, place: Place | None = None, alone: bool = False) -> OutOfMemory | None:
         """Takes an exception as an out-of-memory error to be handled; `None` for any other one."""
         if not self._failsafe.attached or not self._view.can_reexecute or not self._hooks.heals_memory:
             return None
@@ -263,8 +263,7 @@ class OneRankRetry:
                 self._gradients = self._versions()
                 self._collectives = self._begun()
             except Exception as error:
-                if not self._failsafe.contains(error):
-                    raise
+                self._failsafe.contain(error)
         return batch
 
     def why_not(self, place: Place = "forward") -> str:

@@ -100,8 +100,7 @@ class OptimizerStep:
                 if self._retry.watched:
                     self._hooks.about_to_step()
             except Exception as error:
-                if not self._failsafe.contains(error):
-                    raise
+                self._failsafe.contain(error)
                 if window is not None and window.bounds is not None:
                     # Nobody judges it any more.
                     window.bounds = None
@@ -159,12 +158,9 @@ class OptimizerStep:
                     if self._retry.watched:
                         self._hooks.step_fitted()
                 except Exception as error:
-                    if not self._failsafe.contains(error):
-                        raise
+                    self._failsafe.contain(error)
                 return result
-            with self._failsafe.leaving_on_exception():
-                again = self._retry.handled(ran_out, window)
-            if not again:
+            if not self._retry.handled(ran_out, window):
                 raise ran_out.error
 
     def _launch(self, window: Window, update: Callable[[], Any]) -> Any:
@@ -195,8 +191,7 @@ class OptimizerStep:
             known = self._scale_at == self._trainer.state.global_step
             scale = self._scale if known else self._rates.scale()
         except Exception as error:
-            if not self._failsafe.contains(error):
-                raise
+            self._failsafe.contain(error)
         rate = rate if scale == 1.0 else rate * scale
         if self._reentry.finished_step == self._trainer.state.global_step:
             # Of the step that is not counted yet: what is asked for last is what the Trainer logs.

@@ -351,7 +351,7 @@ class Window:
 
     def compute(self, call: Call, last: bool, synchronise: bool = True) -> torch.Tensor:
         """Computes forward and backward of one call: [`StepEngine.compute`]."""
-        return self.engine.compute(call, last, self.note_exception, synchronise)
+        return self.engine.compute(call, last, self, synchronise)
 
     def _note(self, index: int, batch: Any, pick: Callable[[Any], Any] | None) -> Any:
         # A copy: `compute_loss` may pop keys from the batch it is given.

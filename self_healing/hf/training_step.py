@@ -218,52 +218,50 @@ class TrainingCall:
         self._replaced: Replacements = instrument.replaced
         self._heartbeat: Heartbeat = instrument.heartbeat
         self._heals_exceptions: bool = instrument.heals_exceptions
-        self._calls = 0
-        self._original: Callable[..., Any] | None = None
-        self.running = False
         # Those that it is computed in, where one over the rows does not fit.
         self.passes: Any = None
         # Told why the weights need not be those of the last step any more.
         self.doubt: Callable[[str], None] = lambda why: None
 
-    def run(self, call: Call, on_nonfinite: Callable[[], None]) -> torch.Tensor:
+    def run(self, call: Call, window: Any) -> torch.Tensor:
+        """Computes forward and backward of a micro-batch again."""
+        # When a whole step is computed again, it lies within whatever does so.
+        again = self._heartbeat.last[0].name != "step"
+        with self._heartbeat.section("step") if again else contextlib.nullcontext():
+            try:
+                return self.compute(call)
+            except BaseException as error:
+                loss = self.in_place_of(error, window)
+                if loss is None:
+                    raise
+                return loss
+
+    def compute(self, call: Call) -> torch.Tensor:
         """Computes forward and backward of a micro-batch."""
         model, inputs, args, kwargs = call
-        original = self._original
-        if original is None:
-            original = self._original = self._replaced.original(self._trainer, "training_step")
-        self.running = True
-        self._calls += 1
-        # When a step is computed again, it lies within whatever does so.
-        again = self._heartbeat.last[0].name != "step"
-        if again:
-            self._heartbeat.enter("step")
-        try:
-            passes = self.passes
-            if passes is None:
-                loss: torch.Tensor = original(model, inputs, *args, **kwargs)
-            else:
-                items = args[0] if args else kwargs.get("num_items_in_batch")
-                loss = passes.run(lambda: original(model, copy.copy(inputs), *args, **kwargs), model, items)
-            # A CUDA graph writes the next one into the same memory.
-            return loss.detach().clone()
-        except BaseException as error:
-            self.doubt(_doubt_about(original))
-            nonfinite = isinstance(error, Exception) and is_nonfinite_exception(error)
-            if self._heals_exceptions and nonfinite and self._is_raised_by_all(error):
-                on_nonfinite()
-                return torch.full((), math.nan, device=self._trainer.args.device)
-            raise
-        finally:
-            if again:
-                self._heartbeat.leave()
-            self.running = False
+        original, passes = self._replaced.original(self._trainer, "training_step"), self.passes
+        if passes is None:
+            loss: torch.Tensor = original(model, inputs, *args, **kwargs)
+        else:
+            items = args[0] if args else kwargs.get("num_items_in_batch")
+            loss = passes.run(lambda: original(model, copy.copy(inputs), *args, **kwargs), model, items)
+        # A CUDA graph writes the next one into the same memory.
+        return loss.detach().clone()
 
-    def _is_raised_by_all(self, error: BaseException) -> bool:
+    def in_place_of(self, error: BaseException, window: Any) -> torch.Tensor | None:
+        """Gives the loss of a micro-batch that has raised, where that stands for a NaN, on all ranks."""
+        self.doubt(_doubt_about(self._replaced.original(self._trainer, "training_step")))
+        nonfinite = isinstance(error, Exception) and is_nonfinite_exception(error)
+        if not self._heals_exceptions or not nonfinite or not self._is_raised_by_all(error, len(window.losses)):
+            return None
+        window.note_exception()
+        return torch.full((), math.nan, device=self._trainer.args.device)
+
+    def _is_raised_by_all(self, error: BaseException, micro_batch: int) -> bool:
         """Whether no rank waits in a collective that this one never reached: weights that are NaN are so on all."""
         if processes.world_size() == 1 or isinstance(error, NotGenerated):
             return True
-        return votes.all_reach(f"an exception in training step {self._calls}", _ALIKE_SECONDS)
+        return votes.all_reach(f"an exception in micro-batch {micro_batch}", _ALIKE_SECONDS)
 
 
 def _doubt_about(step: Any) -> str:

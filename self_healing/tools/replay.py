@@ -18,11 +18,10 @@ from ..checkpoints.vetting import vet_weights
 from ..failures.recipes import TrainingFault
 from ..healers.dry_run import quiet_arguments
 from ..healers.numerics.diagnosis import find_poison_rows
-from ..healers.numerics.experiments import StepExperiments
+from ..healers.numerics.experiments import Origin, StepExperiments, watching_gradients
 from ..healers.numerics.healer import KEPT_BATCHES
 from ..hf.adapter import Instrument
 from ..hf.batches import select_rows
-from ..hf.engine import Origin
 from ..hf.hooks import Hooks
 from ..hf.patching import give_batches
 from ..hf.step import Window
@@ -266,9 +265,6 @@ class _Stage(TrainerCallback, Hooks):
         self._random_state.restore()
         self.instrument.first_step_begins()
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.instrument.before_optimizer_step()
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop = True
 
@@ -301,7 +297,7 @@ class _Origins(StepExperiments):
         if found is None or found.place != "gradient":
             return found
         try:
-            with self.window.engine.watching_gradients() as seen:
+            with watching_gradients(self.models()) as seen:
                 self.window.compute_micro_batch(index, pick, last=True, synchronise=False)
         except TrainingFault as fault:
             # Such hooks put views around what modules give, and code that writes over it in place does not allow them.
