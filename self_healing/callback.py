@@ -241,17 +241,10 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
 
     # ---- one optimizer step ----
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        run = self.run
-        if run is not None and not run.broken and run.attached is not None:
-            run.attached.epoch_begins()
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self.run
         if run is None or run.broken or run.attached is None or not run.attached.replaced.held:
             return
-        if run.attached.reentry.in_first_step:
-            run.attached.first_step_begins()
         states, step = run.rollback.states, int(state.global_step)
         try:
             if states.step_begins(step) and run.numerics.calm:
@@ -278,11 +271,6 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             if control.should_evaluate:
                 control.should_evaluate = False
                 leaving.owes_evaluation = True
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        run = self.run
-        if run is not None and not run.broken and run.attached is not None:
-            run.attached.epoch_ends()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         run = self.run

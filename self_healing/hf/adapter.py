@@ -112,17 +112,18 @@ class Instrument:
         self.replace(trainer, "log", self._in_section("log", self._log))
         self.replace(trainer, "_evaluate", self._in_section("evaluate", self._evaluate))
         self.replace(trainer, "prediction_step", self._in_section("prediction", self._prediction_step))
-        self.replace(trainer, "_maybe_log_save_evaluate", self._log_evaluate_save)
+        self.replace(trainer, "_maybe_log_save_evaluate", self.saves.log_evaluate_save)
         self.replace(trainer, "_save_checkpoint", self._in_section("save", self.saves.save_checkpoint))
         self.replace(trainer, "_load_rng_state", self.reentry.load_random_state)
         self.replace(trainer, "_get_learning_rate", self.optimizer_step.learning_rate)
         self.replace(trainer.callback_handler, "on_save", self._in_section("on_save", self.saves.on_save))
+        self.replace(trainer.callback_handler, "on_epoch_begin", self._on_epoch_begin)
         self.replace(trainer.callback_handler, "on_epoch_end", self._in_section("on_epoch_end", self._on_epoch_end))
         self.replace(trainer, "_get_grad_norm", self._get_grad_norm)
         if self.leaves_out_nonfinite and hasattr(trainer, "_generate_and_score_completions"):
             # GRPO, RLOO, distillation.
             self.replace(trainer, "_generate_and_score_completions", self._generate)
-            self.intercept(trainer.model, "generate", self._sample)
+            self.replace(trainer.model, "generate", self._sample)
         if self.view.can_reexecute:
             self.replace(trainer.optimizer, "step", self.optimizer_step.step)
         for name, section in (
@@ -178,9 +179,9 @@ class Instrument:
 
         return inside
 
-    def replace(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    def replace(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> Interception:
         """Hands calls of a method of any object to `wrapper(original, *args, **kwargs)` until [`detach`]."""
-        self.replaced.wrap(holder, name, wrapper)
+        return self.replaced.wrap(holder, name, wrapper)
 
     def stay_within(self, block: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         """Has each part of `train()` that calls all the others run in a block, until [`detach`]."""
@@ -192,16 +193,10 @@ class Instrument:
         for name in ("_evaluate", "_run_epoch", "_finalize_training"):
             self.replace(self.trainer, name, within)
 
-    def intercept(self, model: torch.nn.Module, name: str, wrapper: Callable[..., Any]) -> Interception:
-        """Hands calls of a method of a model to `wrapper(original, *args, **kwargs)` until [`detach`]."""
-        interception = Interception(model, name, getattr(model, name), wrapper)
-        self.replaced.put(model, name, interception)
-        return interception
-
     def intercept_calls(self, model: torch.nn.Module, wrapper: Callable[..., Any]) -> Interception:
         """Hands calls of a model, with what hooks do around them, to `wrapper(original, *args, **kwargs)`."""
         compiled = getattr(model, "_compiled_call_impl", None) is not None
-        return self.intercept(model, "_compiled_call_impl" if compiled else "_call_impl", wrapper)
+        return self.replace(model, "_compiled_call_impl" if compiled else "_call_impl", wrapper)
 
     @contextlib.contextmanager
     def random_state_kept(self) -> Iterator[None]:
@@ -212,29 +207,13 @@ class Instrument:
         finally:
             rng.restore()
 
-    # ---- the Trainer's events, passed on by the callback ----
-
-    def epoch_begins(self) -> None:
-        """Called in `on_epoch_begin`."""
-        if self.attached:
-            with self.failsafe.contained():
-                self.position.epoch_begins()
-                self.reentry.epoch_begins()
-
-    def first_step_begins(self) -> None:
-        """Called in `on_step_begin` of the first step of a `train()` call."""
-        with self.failsafe.contained():
-            self.reentry.first_step_begins()
-
-    def epoch_ends(self) -> None:
-        """Called in `on_epoch_end`."""
-        if self.attached:
-            with self.failsafe.contained():
-                if self._filter_taken:
-                    self._give_filter_back()
-                self.reentry.epoch_ends()
-
     # ---- the wrapped methods, in the order a step calls them ----
+
+    def _on_epoch_begin(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.failsafe.contained():
+            self.position.epoch_begins()
+            self.reentry.epoch_begins()
+        return original(*args, **kwargs)
 
     def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.heartbeat.enter("data")
@@ -522,14 +501,6 @@ class Instrument:
             if not self.retry.handled(ran_out, None):
                 raise ran_out.error
 
-    def _log_evaluate_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        try:
-            self.reentry.events_begin()
-        except Exception as error:
-            self.failsafe.contain(error)
-        self.saves.maybe_log_save_evaluate(original, *args, **kwargs)
-        self.reentry.events_done += 1
-
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.objective.online and self.leaves_out_nonfinite:
             # Rows are generated for an evaluation as well, and it has no loss that could be left out.
@@ -538,8 +509,11 @@ class Instrument:
         return original(*args, **kwargs)
 
     def _on_epoch_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._filter_taken:
+            self._give_filter_back()
         self.reentry.epoch_end_begun = True
         control = original(*args, **kwargs)
+        self.reentry.epoch_ends(control)
         self.leaving.epoch_ended(control)
         return control
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -217,26 +216,17 @@ class CallShape:
 @contextlib.contextmanager
 def preparing(trainer: Any, change: Callable[[Any], Any], prepared: Any = None) -> Iterator[None]:
     """Passes what `_prepare_inputs` of a trainer returns through `change`, once."""
-    original, was_set = trainer._prepare_inputs, "_prepare_inputs" in vars(trainer)
-    changed = False
+    changes = [change]
 
-    @functools.wraps(original)
-    def prepare(*args: Any, **kwargs: Any) -> Any:
-        nonlocal changed
-        batch = original(*args, **kwargs) if prepared is None or changed else copy.copy(prepared)
-        if changed:
-            return batch
-        changed = True
-        return change(batch)
+    def prepare(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not changes:
+            return original(*args, **kwargs)
+        batch = original(*args, **kwargs) if prepared is None else copy.copy(prepared)
+        return changes.pop()(batch)
 
-    trainer._prepare_inputs = prepare
-    try:
+    with Replacements() as replaced:
+        replaced.wrap(trainer, "_prepare_inputs", prepare)
         yield
-    finally:
-        if was_set:
-            trainer._prepare_inputs = original
-        else:
-            del trainer._prepare_inputs
 
 
 # ---- uneven rows ----

@@ -120,16 +120,13 @@ class StepEngine:
     @contextlib.contextmanager
     def counting_nothing(self) -> Iterator[None]:
         """Has what is computed give gradients of zero, which take part in whatever ranks do with them."""
-        replaced = Replacements()
 
         def backward(original: Callable[..., None], loss: torch.Tensor, **kwargs: Any) -> None:
             original(0.0 * loss, **kwargs)
 
-        replaced.wrap(self.trainer.accelerator, "backward", backward)
-        try:
+        with Replacements() as replaced:
+            replaced.wrap(self.trainer.accelerator, "backward", backward)
             yield
-        finally:
-            replaced.give_back()
 
     def prepare_inputs(self, inputs: Any) -> Any:
         """Prepares a micro-batch as the trainer does (online trainers: generates)."""

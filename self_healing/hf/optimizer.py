@@ -113,25 +113,16 @@ class OptimizerStep:
 
     def _take(self, update: Callable[[], Any]) -> Any:
         """Takes a step whose rates are not those of the schedule."""
-        self._scale = scale = self._scale_in_force()
-        if scale == 1.0:
+        # Where it fails on one of several ranks, their weights would become others.
+        with self._failsafe.contained(), self._failsafe.together():
+            self._scale = self._rates.scale() if self._instrument.replaced.held else 1.0
+        if self._scale == 1.0:
             return update()
-        rates = self._rates.in_force(scale)
+        rates = self._rates.in_force(self._scale)
         self._reentry.learning_rate = rates[0]
         at_once = self._ends_with_the_optimizer or self._optimizer is None
         with self._rates.set(rates) if at_once else self._rates.set_in_update(rates):
             return update()
-
-    def _scale_in_force(self) -> float:
-        """The factor on the schedule's learning rates."""
-        failsafe = self._failsafe
-        try:
-            return self._rates.scale() if self._instrument.replaced.held else 1.0
-        except Exception:
-            # With another rate on each rank the weights would be others, too.
-            with failsafe.contained(), failsafe.together():
-                raise
-        return 1.0
 
     def _until_it_fits(self, update: Callable[[], Any]) -> Any:
         while True:

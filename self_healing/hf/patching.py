@@ -32,11 +32,20 @@ class _Replaced(NamedTuple):
     was_set: bool
 
 
-class _Wrapped(functools.partial[Any]):
-    """A method with the original as its first argument; like a function it is not copied with what has it."""
+class Interception(functools.partial[Any]):
+    """Stands in for a method of one object, and not of its copies: called with the original as its first argument."""
+
+    holder: Any = None
+    name: str = ""
+
+    def __reduce__(self) -> Any:
+        # A pickled model is read without this library: there it is a method of its class again.
+        return getattr, (self.holder, self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self
+        copied, method = memo.get(id(self.holder)), getattr(type(self.holder), self.name, None)
+        # Without a method of the class there is nothing that could be bound to the copy (a compiled call).
+        return self.args[0] if copied is None or method is None else types.MethodType(method, copied)
 
 
 class Replacements:
@@ -57,11 +66,16 @@ class Replacements:
         self.held.append(_Replaced(holder, name, getattr(holder, name), replacement, name in vars(holder)))
         setattr(holder, name, replacement)
 
-    def wrap(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    def wrap(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> Interception:
         """Hands calls of a method to `wrapper(original, *args, **kwargs)` until [`give_back`]."""
         original = getattr(holder, name)
         # Called once in each step or more: without a frame of its own.
-        self.put(holder, name, functools.update_wrapper(_Wrapped(wrapper, original), original))
+        replacement = Interception(wrapper, original)
+        functools.update_wrapper(replacement, original)
+        # After that: it takes over the attributes of the original, which may be one like it.
+        replacement.holder, replacement.name = holder, name
+        self.put(holder, name, replacement)
+        return replacement
 
     def original(self, holder: Any, name: str) -> Any:
         """Gives an attribute as it was before it was first replaced."""
@@ -82,32 +96,6 @@ class Replacements:
                 setattr(each.holder, each.name, each.original)
             else:
                 vars(each.holder).pop(each.name, None)
-
-
-# ---- interception: intercepts a method of one model, and not of its copies ----
-
-
-class Interception:
-    """Stands in for a method of one model."""
-
-    def __init__(
-        self, model: torch.nn.Module, name: str, original: Callable[..., Any], wrapper: Callable[..., Any]
-    ) -> None:
-        # Before its own attributes, as it takes over those of the original, which may be one like it.
-        functools.update_wrapper(self, original)
-        self._model, self._name, self._original, self._wrapper = model, name, original, wrapper
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrapper(self._original, *args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        # A pickled model is read without this library: there it is a method of its class again.
-        return getattr, (self._model, self._name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied, method = memo.get(id(self._model)), getattr(type(self._model), self._name, None)
-        # Without a method of the class there is nothing that could be bound to the copy (a compiled call).
-        return self._original if copied is None or method is None else types.MethodType(method, copied)
 
 
 # ---- on exception: a block that hands its exception to a method ----

@@ -44,8 +44,6 @@ class Reentry:
         self.finished_step = -1
         # The rate in force in the step that follows it, once that is known to differ or asked for.
         self.learning_rate: Any = None
-        # Whether no step was finished yet.
-        self.in_first_step = False
         self._stop = False
         self._window: Window | None = None
         self._epoch_rng: RandomState | None = None
@@ -68,7 +66,7 @@ class Reentry:
         self.has_fetched = False
 
     def epoch_begins(self) -> None:
-        """Called in `on_epoch_begin`: the random state of an epoch that is entered again has to be there by now."""
+        """Called before the callbacks' `on_epoch_begin`: an epoch entered again begins from its random state."""
         rng, self._rng_of_left_epoch = self._rng_of_left_epoch, None
         if rng is not None and self._position.micro_batches > 0:
             # The Trainer loads that of mid-epoch later; samplers that draw from the global generators need this first.
@@ -88,25 +86,20 @@ class Reentry:
         self._window = None
         self.after_fetch_rng = self._undo_events = self.learning_rate = None
         self._epoch_began = self._epoch_ended = self._step_ended = self.epoch_end_begun = False
-        self.events_done, self.in_first_step = 0, self.finished_step == self._entry_step
+        self.events_done = 0
 
     def fetched(self, window: Window | None) -> None:
-        """Called once they are fetched; a resume in mid-epoch loads its random state right after it."""
+        """Called once they are fetched."""
         self.phase = Phase.COMPUTING
         self.has_fetched = True
         self._window = window
         self.after_fetch_rng = RandomState.capture(self._device)
 
-    def first_step_begins(self) -> None:
-        """Called in `on_step_begin`: only here has a resume in mid-epoch loaded the random state of its first step."""
-        if self.phase is Phase.COMPUTING:
-            self.after_fetch_rng = RandomState.capture(self._device)
-
-    def epoch_ends(self) -> None:
+    def epoch_ends(self, control: Any) -> None:
+        """Called after the callbacks' `on_epoch_end`."""
         self._epoch_ended = True
         if self._epoch_end_done:
             # A run that was left at its very end: what follows from the epoch's end is done already.
-            control = self._trainer.control
             control.should_log = control.should_evaluate = control.should_save = False
 
     def events_begin(self) -> None:
@@ -294,6 +287,9 @@ class Reentry:
         drawn, self._rng_after_pending = self._rng_after_pending, None
         try:
             original(checkpoint) if drawn is None else drawn.restore()
+            if self.phase is Phase.COMPUTING:
+                # A resume in mid-epoch: its first step begins from here.
+                self.after_fetch_rng = RandomState.capture(self._device)
         except Exception as error:
             if classify_exception(error) is FailureType.DEVICE:
                 raise

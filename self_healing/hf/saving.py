@@ -31,7 +31,7 @@ from ..system.random_state import RandomState
 from .deepspeed import engine_of, saves_in_known_order, writes_of
 from .hooks import Failsafe, Hooks
 from .patching import Replacements
-from .reentry import EarlyStop
+from .reentry import EarlyStop, Reentry
 from .view import TrainerView
 
 
@@ -46,6 +46,7 @@ class SaveSchedule:
         self._view: TrainerView = instrument.view
         self._hooks: Hooks = instrument.hooks
         self._failsafe: Failsafe = instrument.failsafe
+        self._reentry: Reentry = instrument.reentry
         self._leaving: EarlyStop = instrument.leaving
         # Set where a checkpoint that cannot be written does not end the run.
         self.writer: CheckpointSaving | None = None
@@ -55,17 +56,22 @@ class SaveSchedule:
         self._on_schedule = self._held_back = False
         self._best_before: tuple[float | None, int | None] = (None, None)
 
-    def maybe_log_save_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wraps `_maybe_log_save_evaluate`: asks for a checkpoint that is owed."""
+    def log_evaluate_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Wraps `_maybe_log_save_evaluate`, with which a step is over: asks for a checkpoint that is owed."""
+        try:
+            self._reentry.events_begin()
+        except Exception as error:
+            self._failsafe.contain(error)
         control, state = self._trainer.control, self._trainer.state
         if self._hooks.owes_checkpoint() and (control.should_training_stop or not self._hooks.checkpoints_wait()):
             control.should_save = True
         self._best_before = state.best_metric, state.best_global_step
         self._on_schedule, self._held_back = True, False
         try:
-            return original(*args, **kwargs)
+            original(*args, **kwargs)
         finally:
             self._on_schedule = False
+        self._reentry.events_done += 1
 
     def save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps `_save_checkpoint`."""

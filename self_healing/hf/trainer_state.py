@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import logging
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import DefaultFlowCallback, ExportableState, TrainerControl
 
@@ -22,7 +20,7 @@ from ..system.files import GENERATED_FILE
 from ..system.random_state import RandomState
 from .deepspeed import engine_of, zero_of
 from .patching import Replacements
-from .state import LiveState, discard_gradients, live_state_of, unwrap_optimizer
+from .state import LiveState, live_state_of, unwrap_optimizer
 
 
 logger = logging.getLogger("self_healing")
@@ -502,84 +500,3 @@ def load_generated(trainer: Any, checkpoint: Path) -> None:
         if processes.world_size() > 1:
             raise
         logger.warning("%s cannot be read; the rows of this cycle are generated anew.", path, exc_info=True)
-
-
-# ---- preservation: puts a trainer back as it was, after a dry run ----
-
-
-@contextlib.contextmanager
-def preserved(trainer: Trainer) -> Iterator[None]:
-    """
-    Puts a trainer back as it was, whatever happens inside: weights, buffers, optimizer, schedule, scaler, random
-    states, counters, metrics, callbacks, and every attribute and hook that `train()` and `accelerator.prepare` leave
-    on the model, so that the next `train()` prepares it as the first one.
-    """
-    model: Any = trainer.model
-    accelerator: Any = trainer.accelerator
-    rng = RandomState.capture(accelerator.device)
-    attributes = [_noted(holder) for holder in _holders(trainer)]
-    # What is offloaded has no values here.
-    tensors = [
-        (tensor, tensor.detach().to("cpu", copy=True), tensor.requires_grad)
-        for tensor in (*model.parameters(), *model.buffers())
-        if not tensor.is_meta
-    ]
-    stores = {name: copy.deepcopy(getattr(trainer, name)) for name in STORES if name in vars(trainer)}
-    state, control = copy.deepcopy(trainer.state), copy.copy(trainer.control)
-    moving_parts = [part for part in (trainer.optimizer, trainer.lr_scheduler, accelerator.scaler) if part is not None]
-    saved = [(part, copy.deepcopy(part.state_dict())) for part in moving_parts]
-    try:
-        yield
-    finally:
-        discard_gradients(model)
-        for put_back in attributes:
-            put_back()
-        for tensor, content, requires_grad in tensors:
-            tensor.data.copy_(content)
-            tensor.requires_grad_(requires_grad)
-        for part, kept in saved:
-            part.load_state_dict(kept)
-        for name, store in stores.items():
-            setattr(trainer, name, store)
-        trainer.state, trainer.control = state, control
-        if str(accelerator.state.dynamo_plugin.backend.value) != "NO":
-            # The shapes seen so far decide what is compiled next, and kernels for any shape may round differently.
-            torch._dynamo.reset()
-        rng.restore()
-
-
-def _holders(trainer: Trainer) -> list[object]:
-    """The objects that `train()` sets attributes of; each once."""
-    accelerator = trainer.accelerator
-    found: list[object] = [trainer, trainer.callback_handler, accelerator, accelerator.gradient_state]
-    parts = (trainer.optimizer, unwrap_optimizer(trainer.optimizer), trainer.lr_scheduler, accelerator.scaler)
-    found += [part for part in parts if part is not None]
-    for network in vars(trainer).values():
-        for module in network.modules() if isinstance(network, torch.nn.Module) else ():
-            configs = (vars(module).get(name) for name in ("config", "generation_config"))
-            found += [module, *(config for config in configs if hasattr(config, "__dict__"))]
-    return list({id(holder): holder for holder in found}.values())
-
-
-def _noted(holder: object) -> Callable[[], None]:
-    """
-    Notes the attributes of an object, and what those of them that are containers hold (hooks, submodules, lists); the
-    function it returns puts that back.
-    """
-    attributes = dict(vars(holder))
-    plain = (dict, OrderedDict, defaultdict, list, set)
-    contents = {name: copy.copy(value) for name, value in attributes.items() if type(value) in plain}
-
-    def put_back() -> None:
-        now = vars(holder)
-        now.clear()
-        now.update(attributes)
-        for name, content in contents.items():
-            container = attributes[name]
-            container.clear()
-            if isinstance(container, list):
-                container.extend(content)
-            else:
-                container.update(content)
-
-    return put_back

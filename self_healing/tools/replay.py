@@ -16,7 +16,7 @@ from transformers import DefaultFlowCallback, Trainer, TrainerCallback
 from ..checkpoints.marker import checkpoints_in, load_marker, number_of, speaks_for
 from ..checkpoints.vetting import vet_weights
 from ..failures.recipes import TrainingFault
-from ..healers.dry_run import quiet_arguments
+from ..healers.dry_run import preserved, quiet_arguments
 from ..healers.numerics.diagnosis import find_poison_rows
 from ..healers.numerics.experiments import Origin, StepExperiments, watching_gradients
 from ..healers.numerics.healer import KEPT_BATCHES
@@ -25,7 +25,6 @@ from ..hf.batches import select_rows
 from ..hf.hooks import Hooks
 from ..hf.patching import give_batches
 from ..hf.step import Window
-from ..hf.trainer_state import preserved
 from ..journal.incident import Incident
 from ..report.journals import incident_of, lines_of_incidents, read_journals
 from ..system.random_state import RandomState
@@ -258,12 +257,9 @@ class _Stage(TrainerCallback, Hooks):
         self.instrument = Instrument(self._trainer, self, heals_exceptions=True, started_at=0.0)
         self.instrument.attach()
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.instrument.epoch_begins()
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._random_state.restore()
-        self.instrument.first_step_begins()
+        self.instrument.reentry.after_fetch_rng = self._random_state
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop = True

@@ -215,7 +215,7 @@ class MemoryHealer(Healer):
             calls = ModelCalls(model, sizes, view.device)
             self._interceptions.append(instrument.intercept_calls(model, calls.call))
             if hasattr(model, "generate"):
-                self._interceptions.append(instrument.intercept(model, "generate", calls.generate))
+                self._interceptions.append(instrument.replace(model, "generate", calls.generate))
 
     def _leave_alone(self) -> None:
         """Gives the models their own calls back."""
