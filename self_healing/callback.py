@@ -28,8 +28,7 @@ from .healers.train_begin_end import (
     start_speaking,
     stop_speaking,
 )
-from .hf.adapter import Instrument
-from .hf.patching import find_resume_path, find_trainer, is_training
+from .hf.patching import find_resume_path, find_trainer
 from .hf.saving import leave_out_of_uploads
 from .journal.incident import Incident
 from .journal.terminal import speaking_of
@@ -136,17 +135,14 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 self._attach(trainer, state, resumed_from)
         except TrainingFault as caught:
             fault = caught
-        except (*meant, HealingFailed):
-            # Asked for, and not possible with this model; or there is nothing to train with.
-            self._detach()
-            raise
         except Exception as error:
-            if processes.world_size() > 1:
-                # Of another process, or of the device.
-                self._detach()
-                raise
-            logger.error("self_healing could not attach; training goes on without it.", exc_info=error)
+            # Not what is asked for and cannot be with this model, has nothing to train with, or is of another process.
+            ours = processes.world_size() == 1 and not isinstance(error, (*meant, HealingFailed))
+            if ours:
+                logger.error("self_healing could not attach; training goes on without it.", exc_info=error)
             self._detach()
+            if not ours:
+                raise
             if self.run is not None:
                 self.run.broken = True
         finally:
@@ -159,8 +155,6 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         args = trainer.args
         adopted: Run | None = getattr(trainer, _RUN_ATTRIBUTE, None)
         if self.run is not None and self.run.attached is not None:
-            with speaking_of(args):
-                _warn_about_the_run_it_leaves(self.run.attached, trainer)
             self.run.attached.detach()
         if self._is_second(trainer):
             with speaking_of(args):
@@ -316,18 +310,6 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 handler(trainer.args, trainer.state, trainer.control, incident, model=trainer.model)
             except Exception:
                 logger.warning("on_instability of %s raised.", type(callback).__name__, exc_info=True)
-
-
-def _warn_about_the_run_it_leaves(instrument: Instrument, trainer: Any) -> None:
-    outer = instrument.trainer
-    if outer is trainer or not instrument.attached or not is_training(outer, sys._getframe()):
-        return
-    logger.warning(
-        "This SelfHealingCallback heals a run in progress (step %d, %s), and switches to one that was started inside "
-        "it: the outer run is no longer healed. Please give each trainer its own SelfHealingCallback.",
-        instrument.view.step,
-        outer.args.output_dir,
-    )
 
 
 def _rules_of(config: HealingConfig) -> tuple[MetricRule, ...]:

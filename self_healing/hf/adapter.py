@@ -311,8 +311,15 @@ class Instrument:
             self.heartbeat.leave()
 
     def _in_passes_or_generated(self, window: Window, call: Call) -> torch.Tensor:
+        """Keeps the rows that are generated for the first call of a step: they need not be generated twice."""
+
+        def note(batch: Any) -> Any:
+            with self.failsafe.contained():
+                window.note_generated(batch, self.ledger.capture())
+            return batch
+
         generates = self.objective.online and not window.losses
-        with self._noting_what_is_generated(window) if generates else contextlib.nullcontext():
+        with self.engine.preparing(note) if generates else contextlib.nullcontext():
             return self.call.compute(call)
 
     def _raised(self, error: BaseException, window: Window) -> tuple[Any, OutOfMemory | None]:
@@ -324,16 +331,6 @@ class Instrument:
         if ran_out is None:
             raise error
         return None, ran_out
-
-    def _noting_what_is_generated(self, window: Window) -> contextlib.AbstractContextManager[None]:
-        """Keeps the rows that a trainer generates for the first call of a step, which need not be generated twice."""
-
-        def note(batch: Any) -> Any:
-            with self.failsafe.contained():
-                window.note_generated(batch, self.ledger.capture())
-            return batch
-
-        return self.engine.preparing(note)
 
     def _generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Looks at the weights on all ranks before a trainer generates the rows it trains on, and scores them."""
