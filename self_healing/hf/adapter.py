@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +23,7 @@ from .hooks import Failsafe, Hooks
 from .memory import OutOfMemory, is_out_of_memory
 from .objective import objective_of
 from .oom import OneRankRetry, OomRetry
-from .optimizer import OptimizerStep, Rates, takes_part
+from .optimizer import OptimizerStep, Rates, Veto, takes_part
 from .patching import Interception, Replacements
 from .reentry import EarlyStop, Reentry
 from .saving import SaveSchedule
@@ -66,6 +67,7 @@ class Instrument:
         self.call = TrainingCall(self)
         self.engine: StepEngine = self._kind_of_engine(self)
         self.optimizer_step = OptimizerStep(self)
+        self.veto = Veto(self)
         self.leaving = EarlyStop(self)
         self.saves = SaveSchedule(self)
         self.window: Window | None = None
@@ -75,6 +77,10 @@ class Instrument:
         self._filter_taken = self._filters_loss = False
         # Whether others may draw random numbers, or change what is trained, between the fetch and the first forward.
         self._others_begin_steps = True
+        # The factor in force on the learning rates, and the step whose update it was for.
+        self._scale_at, self._scale = -1, 1.0
+        # When the update under way began.
+        self._began = math.nan
         # Undo what healers have done to the trainer, when it is given back.
         self.on_detach: list[Callable[[], None]] = []
 
@@ -109,13 +115,13 @@ class Instrument:
         self.replace(trainer, "_finalize_training", self.failsafe.leaving)
         self.replace(trainer, "get_batch_samples", self._get_batch_samples)
         self.replace(trainer, "training_step", self._training_step)
-        self.replace(trainer, "log", self._in_section("log", self._log))
-        self.replace(trainer, "_evaluate", self._in_section("evaluate", self._evaluate))
-        self.replace(trainer, "prediction_step", self._in_section("prediction", self._prediction_step))
+        self.replace(trainer, "log", self._in_section("log", self.saves.log))
+        self.replace(trainer, "_evaluate", self._in_section("evaluate", self.saves.evaluate))
+        self.replace(trainer, "prediction_step", self._in_section("prediction", self.retry.prediction_step))
         self.replace(trainer, "_maybe_log_save_evaluate", self.saves.log_evaluate_save)
         self.replace(trainer, "_save_checkpoint", self._in_section("save", self.saves.save_checkpoint))
         self.replace(trainer, "_load_rng_state", self.reentry.load_random_state)
-        self.replace(trainer, "_get_learning_rate", self.optimizer_step.learning_rate)
+        self.replace(trainer, "_get_learning_rate", self._get_learning_rate)
         self.replace(trainer.callback_handler, "on_save", self._in_section("on_save", self.saves.on_save))
         self.replace(trainer.callback_handler, "on_epoch_begin", self._on_epoch_begin)
         self.replace(trainer.callback_handler, "on_epoch_end", self._in_section("on_epoch_end", self._on_epoch_end))
@@ -125,7 +131,7 @@ class Instrument:
             self.replace(trainer, "_generate_and_score_completions", self._generate)
             self.replace(trainer.model, "generate", self._sample)
         if self.view.can_reexecute:
-            self.replace(trainer.optimizer, "step", self.optimizer_step.step)
+            self.replace(trainer.optimizer, "step", self._update)
         for name, section in (
             ("_generate_single_turn", "generate"),
             ("_calculate_rewards", "rewards"),
@@ -163,7 +169,7 @@ class Instrument:
         if self._filter_taken:
             self._filter_taken = False
             self.trainer.args.logging_nan_inf_filter = True
-            if self.window is not None and self.window.started and not self.failsafe.device_lost:
+            if self.window is not None and self.window.start is not None and not self.failsafe.device_lost:
                 self.window.filter_running_loss()
 
     def _in_section(self, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
@@ -394,19 +400,11 @@ class Instrument:
         clips = grad_norm is not None
         window.measure = lambda: trainer._clip_grad_norm(model) if clips else original(model)
         window.grad_norm = norm
-        if self.optimizer_step.veto.usable:
-            window.bounds = self.optimizer_step.bounds_for(window)
+        if self.veto.usable and self.veto.allows(window):
+            window.bounds = self.hooks.bounds(window)
         if window.bounds is None:
             self._judge(window)
         return original(model, grad_norm=window.grad_norm)
-
-    def judge_launched(self, window: Window) -> None:
-        """Judges a step whose update has been launched: the device has left it out, or nothing is to be healed."""
-        told = window.grad_norm
-        self._judge(window)
-        if window.grad_norm is not told:
-            # The Trainer has it already, and logs it.
-            told.copy_(window.grad_norm)
 
     def _judge(self, window: Window) -> None:
         window.judged = True
@@ -435,6 +433,123 @@ class Instrument:
             # Outside the handler, so that the exception keeps the cause and context it came with.
             raise fault.error
 
+    # ---- the update ----
+
+    def _update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wraps `optimizer.step()`: takes it with the rates in force; once it fits, where memory runs out."""
+        window, self._began = self.window, time.perf_counter()
+        self.heartbeat.enter("optimizer")
+        try:
+            try:
+                self.hooks.before_optimizer_step()
+                if self.retry.watched:
+                    self.hooks.about_to_step()
+            except Exception as error:
+                self.failsafe.contain(error)
+                if window is not None and window.bounds is not None:
+                    # Nobody judges it any more.
+                    window.bounds = None
+                    window.abandon(self.leaves_out_nonfinite)
+            self._scale_at, self._scale = self.trainer.state.global_step, 1.0
+            result = self._update_until_it_fits(window, functools.partial(original, *args, **kwargs))
+            try:
+                if self.engine.left_out_by_itself:
+                    self.hooks.left_out_by_engine()
+                if self.retry.watched:
+                    self.hooks.step_fitted()
+            except Exception as error:
+                self.failsafe.contain(error)
+            return result
+        finally:
+            self.heartbeat.leave()
+            self.optimizer_step.seconds = time.perf_counter() - self._began
+
+    def _update_until_it_fits(self, window: Window | None, update: Callable[[], Any]) -> Any:
+        while True:
+            self.optimizer_step.mark()
+            begun = votes.collectives_begun() if self.view.world_size > 1 else None
+            try:
+                result = None
+                if window is not None and window.bounds is not None:
+                    result = self._launch(window, update)
+                if window is None or not window.applied:
+                    # Asked only now: what judges a launched step may have lowered the rate.
+                    result = self._take(update) if self.rates.control.touched else update()
+                return result
+            except Exception as error:
+                alone = begun is not None and votes.collectives_begun() == begun
+                alone &= self.optimizer_step.can_be_taken_again
+                ran_out = self.retry.caught(error, place="optimizer step", alone=alone)
+                if ran_out is None:
+                    raise
+            if not self.retry.handled(ran_out, window):
+                raise ran_out.error
+
+    def _launch(self, window: Window, update: Callable[[], Any]) -> Any:
+        """
+        Launches the update, and judges the step while it runs: the device leaves it out where bounds are passed, or
+        nothing is to be healed. Judges it first after all, where memory has run out.
+        """
+        bounds, window.bounds, result, told = window.bounds, None, None, window.grad_norm
+        assert bounds is not None
+        try:
+            self.veto.compare(window.numbers(), bounds)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            take = functools.partial(self._take, update) if self.rates.control.touched else update
+            result = self.veto.launch(window, bounds, take)
+        if not window.applied:
+            # With none yet: what is told meanwhile is the rate in force.
+            self._scale_at = -1
+        self._judge(window)
+        self._scale_at = self.trainer.state.global_step
+        if window.grad_norm is not told:
+            # The Trainer has it already, and logs it.
+            told.copy_(window.grad_norm)
+        # The wait for the device and the verdict are of the step, not of its update.
+        self._began = time.perf_counter()
+        return result
+
+    def _take(self, update: Callable[[], Any]) -> Any:
+        """Takes a step whose rates are not those of the schedule."""
+        # Where it fails on one of several ranks, their weights would become others.
+        with self.failsafe.contained(), self.failsafe.together():
+            self._scale = self.rates.scale() if self.attached else 1.0
+        if self._scale == 1.0:
+            return update()
+        rates = self.rates.in_force(self._scale)
+        self.reentry.learning_rate = rates[0]
+        in_update = self.optimizer_step.moves_schedule
+        with self.rates.set_in_update(rates) if in_update else self.rates.set(rates):
+            return update()
+
+    def _get_learning_rate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wraps what the Trainer asks for the log right after the update: gives the rate in force."""
+        rate, scale = original(*args, **kwargs), 1.0
+        try:
+            known = self._scale_at == self.trainer.state.global_step
+            scale = self._scale if known else self.rates.scale()
+        except Exception as error:
+            self.failsafe.contain(error)
+        rate = rate if scale == 1.0 else rate * scale
+        if self.reentry.finished_step == self.trainer.state.global_step:
+            # Of the step that is not counted yet: what is asked for last is what the Trainer logs.
+            self.reentry.learning_rate = rate
+        return rate
+
+    def _on_epoch_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._filter_taken:
+            self._give_filter_back()
+        self.reentry.epoch_end_begun = True
+        control = original(*args, **kwargs)
+        self.reentry.epoch_ends(control)
+        self.leaving.epoch_ended(control)
+        return control
+
+    # ---- an update that this rank was kept from ----
+
     @property
     def owes_update(self) -> bool:
         """Whether `train()` was left by an exception between a step that was found fit and its update."""
@@ -448,6 +563,8 @@ class Instrument:
         with self.rates.set(rates):
             self.replaced.original(self.trainer.optimizer, "step")()
         self.reentry.phase = Phase.STEPPED
+
+    # ---- a failure of this library in a step ----
 
     def _give_up(self, error: Exception, window: Window) -> None:
         """Goes on without this library after a failure in judging a step, or ends a job of several ranks."""
@@ -473,70 +590,6 @@ class Instrument:
         if not error.healthy:
             raise self.failsafe.failed(error) from self.failsafe.failure
         self.failsafe.switch_off(error)
-
-    def _prediction_step(
-        self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        stores, rng = self.ledger.mark_stores(), RandomState.capture(self.view.device)
-        begun = votes.collectives_begun() if self.one_rank.possible else None
-        while True:
-            try:
-                # A copy: what the first attempt took out of it is needed by the second.
-                result = original(model, copy.copy(inputs), *args, **kwargs)
-            except Exception as error:
-                alone = begun is not None and votes.collectives_begun() == begun
-                ran_out = self.retry.caught(error, place="evaluation", alone=alone)
-                if ran_out is None:
-                    raise
-            else:
-                if self.retry.watched:
-                    self.retry.on_success()
-                return result
-            # An evaluation may generate, and training draws on from where it stops.
-            rng.restore()
-            self.ledger.rewind_stores(stores)
-            if not self.retry.handled(ran_out, None):
-                raise ran_out.error
-
-    def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.objective.online and self.leaves_out_nonfinite:
-            # Rows are generated for an evaluation as well, and it has no loss that could be left out.
-            with self.failsafe.contained(), self.failsafe.together():
-                self.hooks.verify_state()
-        return original(*args, **kwargs)
-
-    def _on_epoch_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._filter_taken:
-            self._give_filter_back()
-        self.reentry.epoch_end_begun = True
-        control = original(*args, **kwargs)
-        self.reentry.epoch_ends(control)
-        self.leaving.epoch_ended(control)
-        return control
-
-    def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        with self.failsafe.contained():
-            logs.update(self.hooks.metrics("loss" in logs, "train_runtime" in logs))
-            if "train_runtime" in logs:
-                self.reentry.finalizing()
-                self._cover_the_whole_run(logs)
-        if "train_runtime" in logs:
-            with self.failsafe.contained(), self.failsafe.together():
-                self.hooks.before_best_model()
-        return original(logs, *args, **kwargs)
-
-    def _cover_the_whole_run(self, logs: dict[str, float]) -> None:
-        """Corrects the Trainer's final speed metrics, which know only the last entry into `train()`."""
-        runtime, whole = logs["train_runtime"], time.time() - self.started_at
-        if whole <= runtime:
-            return
-        steps = self.view.step - int(getattr(self.trainer, "_initial_global_step", 0))
-        samples = logs.get("train_samples_per_second", 0.0) * runtime
-        logs["train_runtime"] = round(whole, 4)
-        if "train_samples_per_second" in logs:
-            logs["train_samples_per_second"] = round(samples / whole, 3)
-        if "train_steps_per_second" in logs:
-            logs["train_steps_per_second"] = round(steps / whole, 3)
 
 
 def _unchanged(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from ..failures.classify import classify_exception
 from ..failures.recipes import FailureType, TrainingFault
 from ..ranks import votes
 from ..system import processes
+from ..system.random_state import RandomState
 from .batches import preparing
 from .engine import THROUGH
 from .hooks import Failsafe, Hooks
@@ -85,6 +86,30 @@ class OomRetry:
         """Called, while [`watched`], when something that may have run out of memory has been computed."""
         with self._failsafe.contained():
             self._hooks.on_success()
+
+    def prediction_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Wraps `prediction_step`: computes a batch of an evaluation until it fits."""
+        ledger: Bookkeeper = self._instrument.ledger
+        stores, rng = ledger.mark_stores(), RandomState.capture(self._view.device)
+        begun = votes.collectives_begun() if self._instrument.one_rank.possible else None
+        while True:
+            try:
+                # A copy: what the first attempt took out of it is needed by the second.
+                result = original(model, copy.copy(inputs), *args, **kwargs)
+            except Exception as error:
+                alone = begun is not None and votes.collectives_begun() == begun
+                ran_out = self.caught(error, place="evaluation", alone=alone)
+                if ran_out is None:
+                    raise
+            else:
+                if self.watched:
+                    self.on_success()
+                return result
+            # An evaluation may generate, and training draws on from where it stops.
+            rng.restore()
+            ledger.rewind_stores(stores)
+            if not self.handled(ran_out, None):
+                raise ran_out.error
 
     def until_it_fits(self, compute: Callable[[], _T], discard: Callable[[], None]) -> _T:
         """Computes what begins with rewinding the step: again with more memory, or once more."""

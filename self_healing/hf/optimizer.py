@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +12,8 @@ import torch
 from torch.optim import optimizer as optim
 from transformers import TrainerCallback
 
-from ..ranks import votes
 from ..system import processes
 from .deepspeed import engine_of
-from .hooks import Failsafe, Hooks
-from .memory import is_out_of_memory
-from .oom import OomRetry
 from .reentry import Reentry
 from .sections import Phase
 from .state import unwrap_optimizer
@@ -30,41 +24,30 @@ from .view import TrainerView
 # ---- optimizer step ----
 
 
+# Optimizers that write to tensors through torch, which counts it; kernels of others may go around the counter.
+_COUNTED = ("torch", "transformers")
+
+
 class OptimizerStep:
-    """Wraps the optimizer steps of one trainer's loop."""
+    """Knows of the optimizer steps of one trainer whether they have begun and ended, and whether one can be undone."""
 
     def __init__(self, instrument: Any) -> None:
-        self._trainer = trainer = instrument.trainer
         self._instrument = instrument
-        self._hooks: Hooks = instrument.hooks
-        self._failsafe: Failsafe = instrument.failsafe
-        self._retry: OomRetry = instrument.retry
-        self._rates: Rates = instrument.rates
         self._reentry: Reentry = instrument.reentry
         # DeepSpeed's uses up the gradient, and is left half-way with the groups of one partition.
-        self.can_be_taken_again = engine_of(trainer) is None
-        # It calls the optimizer once for each group of parameters, and gathers weights after that.
-        self._ends_with_the_optimizer = self.can_be_taken_again
-        self._mark = StepMark(trainer.optimizer)
-        self.veto = Veto(instrument)
-        inner = unwrap_optimizer(trainer.optimizer)
+        self.can_be_taken_again = engine_of(instrument.trainer) is None
+        inner = unwrap_optimizer(instrument.trainer.optimizer)
         self._optimizer = inner if isinstance(inner, torch.optim.Optimizer) else None
         self._handles: list[Any] = []
-        self._begun = votes.collectives_begun
-        # The factor in force on the learning rates, and the step whose update it was for.
-        self._scale_at, self._scale = -1, 1.0
-        self._several = processes.world_size() > 1
+        # The versions of the parameters right before the step in which the optimizer makes its state, the first one.
+        self._versions: dict[torch.Tensor, int] | None = None
         # How long the last step has taken here.
         self.seconds = math.nan
         # Whether an update may have changed the weights: one with a rate of 0, or without gradients, has not.
         self.weights_moved = self._optimizer is None
 
-    def bounds_for(self, window: Window) -> Bounds | None:
-        """What loss and norm of a measured step may be for its update to be launched now; `None`: judged first."""
-        return self._hooks.bounds(window) if self.veto.allows(window) else None
-
     def attach(self) -> None:
-        """Hooks into the optimizer itself, which sees steps that do not go through [`step`] as well."""
+        """Hooks into the optimizer itself: what other hooks of it raise comes before its step has begun."""
         if self._optimizer is not None:
             self._handles.append(self._optimizer.register_step_pre_hook(self._begins))
             self._handles.append(self._optimizer.register_step_post_hook(self._ends))
@@ -79,7 +62,8 @@ class OptimizerStep:
         self._reentry.phase = Phase.STEPPING
 
     def _ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._ends_with_the_optimizer:
+        if self.can_be_taken_again:
+            # DeepSpeed's calls the optimizer once for each group of parameters, and gathers weights after that.
             self._reentry.phase = Phase.STEPPED
         if self.weights_moved:
             return
@@ -88,113 +72,30 @@ class OptimizerStep:
             rates = [group.get("lr") for group in optimizer.param_groups]
             self.weights_moved = any(rate is None or float(rate) != 0.0 for rate in rates)
 
-    # ---- wrapped methods ----
+    @property
+    def moves_schedule(self) -> bool:
+        """Whether a schedule is moved on in the step itself, after the update, as DeepSpeed does."""
+        return not self.can_be_taken_again and self._optimizer is not None
 
-    def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wraps `optimizer.step`: takes the step with the rates in force."""
-        instrument, window, self._began = self._instrument, self._instrument.window, time.perf_counter()
-        instrument.heartbeat.enter("optimizer")
-        try:
-            try:
-                self._hooks.before_optimizer_step()
-                if self._retry.watched:
-                    self._hooks.about_to_step()
-            except Exception as error:
-                self._failsafe.contain(error)
-                if window is not None and window.bounds is not None:
-                    # Nobody judges it any more.
-                    window.bounds = None
-                    window.abandon(instrument.leaves_out_nonfinite)
-            self._scale_at, self._scale = self._trainer.state.global_step, 1.0
-            return self._until_it_fits(functools.partial(original, *args, **kwargs))
-        finally:
-            instrument.heartbeat.leave()
-            self.seconds = time.perf_counter() - self._began
-
-    def _take(self, update: Callable[[], Any]) -> Any:
-        """Takes a step whose rates are not those of the schedule."""
-        # Where it fails on one of several ranks, their weights would become others.
-        with self._failsafe.contained(), self._failsafe.together():
-            self._scale = self._rates.scale() if self._instrument.replaced.held else 1.0
-        if self._scale == 1.0:
-            return update()
-        rates = self._rates.in_force(self._scale)
-        self._reentry.learning_rate = rates[0]
-        at_once = self._ends_with_the_optimizer or self._optimizer is None
-        with self._rates.set(rates) if at_once else self._rates.set_in_update(rates):
-            return update()
-
-    def _until_it_fits(self, update: Callable[[], Any]) -> Any:
-        while True:
-            if self._mark.before is not None or (self._optimizer is not None and not self._optimizer.state):
-                self._mark.set()
-            begun = self._begun() if self._several else None
-            window: Window | None = self._instrument.window
-            try:
-                result = None
-                if window is not None and window.bounds is not None:
-                    result = self._launch(window, update)
-                if window is None or not window.applied:
-                    # Asked only now: what judges a launched step may have lowered the rate.
-                    result = self._take(update) if self._rates.control.touched else update()
-            except Exception as error:
-                alone = begun is not None and self._begun() == begun and self.can_be_taken_again
-                ran_out = self._retry.caught(error, place="optimizer step", alone=alone)
-                if ran_out is None:
-                    raise
-            else:
-                try:
-                    if self._instrument.engine.left_out_by_itself:
-                        self._hooks.left_out_by_engine()
-                    if self._retry.watched:
-                        self._hooks.step_fitted()
-                except Exception as error:
-                    self._failsafe.contain(error)
-                return result
-            if not self._retry.handled(ran_out, window):
-                raise ran_out.error
-
-    def _launch(self, window: Window, update: Callable[[], Any]) -> Any:
-        """Launches the update, and has the step judged while it runs; first after all, where memory has run out."""
-        bounds, window.bounds, result = window.bounds, None, None
-        assert bounds is not None
-        try:
-            self.veto.compare(window.numbers(), bounds)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        else:
-            take = functools.partial(self._take, update) if self._rates.control.touched else update
-            result = self.veto.launch(window, bounds, take)
-        if not window.applied:
-            # With none yet: what is told meanwhile is the rate in force.
-            self._scale_at = -1
-        self._instrument.judge_launched(window)
-        self._scale_at = self._trainer.state.global_step
-        # The wait for the device and the verdict are of the step, not of its update.
-        self._began = time.perf_counter()
-        return result
-
-    def learning_rate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wraps `_get_learning_rate`, which the Trainer logs: gives the rate in force, not the schedule's."""
-        rate, scale = original(*args, **kwargs), 1.0
-        try:
-            known = self._scale_at == self._trainer.state.global_step
-            scale = self._scale if known else self._rates.scale()
-        except Exception as error:
-            self._failsafe.contain(error)
-        rate = rate if scale == 1.0 else rate * scale
-        if self._reentry.finished_step == self._trainer.state.global_step:
-            # Of the step that is not counted yet: what is asked for last is what the Trainer logs.
-            self._reentry.learning_rate = rate
-        return rate
-
-    # ---- after a step that raised ----
+    def mark(self) -> None:
+        """Called right before each step: the first one can be undone."""
+        self._versions = None
+        optimizer = self._optimizer
+        if optimizer is None or optimizer.state or type(optimizer).__module__.partition(".")[0] not in _COUNTED:
+            return
+        self._versions = {each: each._version for group in optimizer.param_groups for each in group["params"]}
 
     def undo(self) -> bool:
         """Takes back a step that raised before it changed any weight; whether it did. It can be taken again then."""
-        if not self._mark.undo():
+        optimizer, versions = self._optimizer, self._versions
+        if optimizer is None or versions is None or any(each._version != was for each, was in versions.items()):
             return False
+        # Fused kernels write to tensors without torch counting it, but count their steps.
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        if fused and any("step" not in each or float(each["step"]) != 0 for each in optimizer.state.values()):
+            return False
+        # What it has made of it may be incomplete.
+        optimizer.state.clear()
         self.undone()
         return True
 
@@ -373,44 +274,3 @@ def _in_place(rates: Sequence[Any], groups: Sequence[dict[str, Any]]) -> Iterato
     finally:
         for group, rate in zip(groups, theirs, strict=True):
             group["lr"] = rate
-
-
-# ---- step mark ----
-
-
-# Optimizers that write to tensors through torch, which counts it; kernels of others may go around the counter.
-_COUNTED = ("torch", "transformers")
-
-
-class StepMark:
-    """Notes the versions of the parameters before the step in which the optimizer makes its state, the first one."""
-
-    def __init__(self, optimizer: Any) -> None:
-        inner = unwrap_optimizer(optimizer)
-        counted = type(inner).__module__.partition(".")[0] in _COUNTED
-        self._optimizer = inner if isinstance(inner, torch.optim.Optimizer) and counted else None
-        self.before: dict[torch.Tensor, int] | None = None
-
-    def set(self) -> None:
-        """Notes the versions, right before the step."""
-        self.before = None
-        if self._optimizer is not None and not self._optimizer.state:
-            self.before = {
-                parameter: parameter._version
-                for group in self._optimizer.param_groups
-                for parameter in group["params"]
-            }
-
-    def undo(self) -> bool:
-        """Clears the state that a step which raised has made, which may be incomplete."""
-        if self._optimizer is None or self.before is None:
-            return False
-        if any(parameter._version != version for parameter, version in self.before.items()):
-            return False
-        state = self._optimizer.state
-        # Fused kernels write to tensors without torch counting it, but count their steps.
-        fused = any(group.get("fused") for group in self._optimizer.param_groups)
-        if fused and any("step" not in each or float(each["step"]) != 0 for each in state.values()):
-            return False
-        state.clear()
-        return True

@@ -161,7 +161,7 @@ class Reentry:
     @property
     def interrupted(self) -> Window | None:
         window = self._window
-        return window if window is not None and window.started else None
+        return window if window is not None and window.start is not None else None
 
     @property
     def moved(self) -> bool:

@@ -39,10 +39,10 @@ logger = logging.getLogger("self_healing")
 
 
 class SaveSchedule:
-    """Wraps what the Trainer calls to save on its schedule, once its state is vouched for."""
+    """Wraps what the Trainer calls between two steps: to log, to evaluate, to save once its state is vouched for."""
 
     def __init__(self, instrument: Any) -> None:
-        self._trainer = instrument.trainer
+        self._instrument, self._trainer = instrument, instrument.trainer
         self._view: TrainerView = instrument.view
         self._hooks: Hooks = instrument.hooks
         self._failsafe: Failsafe = instrument.failsafe
@@ -72,6 +72,39 @@ class SaveSchedule:
         finally:
             self._on_schedule = False
         self._reentry.events_done += 1
+
+    def log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        """Wraps `log`: adds metrics of ours."""
+        with self._failsafe.contained():
+            logs.update(self._hooks.metrics("loss" in logs, "train_runtime" in logs))
+            if "train_runtime" in logs:
+                self._reentry.finalizing()
+                self._cover_the_whole_run(logs)
+        if "train_runtime" in logs:
+            with self._failsafe.contained(), self._failsafe.together():
+                self._hooks.before_best_model()
+        return original(logs, *args, **kwargs)
+
+    def _cover_the_whole_run(self, logs: dict[str, float]) -> None:
+        """Corrects the Trainer's final speed metrics, which know only the last entry into `train()`."""
+        runtime, whole = logs["train_runtime"], time.time() - self._instrument.started_at
+        if whole <= runtime:
+            return
+        steps = self._view.step - int(getattr(self._trainer, "_initial_global_step", 0))
+        samples = logs.get("train_samples_per_second", 0.0) * runtime
+        logs["train_runtime"] = round(whole, 4)
+        if "train_samples_per_second" in logs:
+            logs["train_samples_per_second"] = round(samples / whole, 3)
+        if "train_steps_per_second" in logs:
+            logs["train_steps_per_second"] = round(steps / whole, 3)
+
+    def evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wraps `_evaluate`."""
+        if self._view.objective.online and self._instrument.leaves_out_nonfinite:
+            # Rows are generated for an evaluation as well, and it has no loss that could be left out.
+            with self._failsafe.contained(), self._failsafe.together():
+                self._hooks.verify_state()
+        return original(*args, **kwargs)
 
     def save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps `_save_checkpoint`."""

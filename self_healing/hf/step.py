@@ -88,16 +88,6 @@ class Window:
 
     # ---- fed by the instrument, micro-batch by micro-batch ----
 
-    @property
-    def started(self) -> bool:
-        """Whether its first forward has begun."""
-        return self.start is not None
-
-    @property
-    def complete(self) -> bool:
-        """Whether all its micro-batches have been through forward and backward."""
-        return len(self.losses) >= self.size
-
     def note_generated(self, batch: Any, bookkeeping: Bookkeeping) -> None:
         """Keeps the rows a trainer has generated for the first call, and the bookkeeping as of then."""
         self._generated = copy.copy(batch), bookkeeping
