@@ -109,40 +109,38 @@ class Instrument:
 
     def attach(self) -> None:
         """Wraps the trainer's methods, in `on_train_begin`: optimizer, data loader and running loss exist by then."""
-        trainer = self.trainer
+        trainer, handler, in_section = self.trainer, self.trainer.callback_handler, self._in_section
         self.engine.attach()
+        # Parts that call all the others.
         self.replace(trainer, "_run_epoch", self.failsafe.leaving)
         self.replace(trainer, "_finalize_training", self.failsafe.leaving)
+        # A step, in the order of its calls.
+        self.replace(handler, "on_epoch_begin", self._on_epoch_begin)
         self.replace(trainer, "get_batch_samples", self._get_batch_samples)
-        self.replace(trainer, "training_step", self._training_step)
-        self.replace(trainer, "log", self._in_section("log", self.saves.log))
-        self.replace(trainer, "_evaluate", self._in_section("evaluate", self.saves.evaluate))
-        self.replace(trainer, "prediction_step", self._in_section("prediction", self.retry.prediction_step))
-        self.replace(trainer, "_maybe_log_save_evaluate", self.saves.log_evaluate_save)
-        self.replace(trainer, "_save_checkpoint", self._in_section("save", self.saves.save_checkpoint))
         self.replace(trainer, "_load_rng_state", self.reentry.load_random_state)
-        self.replace(trainer, "_get_learning_rate", self._get_learning_rate)
-        self.replace(trainer.callback_handler, "on_save", self._in_section("on_save", self.saves.on_save))
-        self.replace(trainer.callback_handler, "on_epoch_begin", self._on_epoch_begin)
-        self.replace(trainer.callback_handler, "on_epoch_end", self._in_section("on_epoch_end", self._on_epoch_end))
-        self.replace(trainer, "_get_grad_norm", self._get_grad_norm)
+        self.replace(trainer, "training_step", self._training_step)
         if self.leaves_out_nonfinite and hasattr(trainer, "_generate_and_score_completions"):
             # GRPO, RLOO, distillation.
             self.replace(trainer, "_generate_and_score_completions", self._generate)
             self.replace(trainer.model, "generate", self._sample)
+        for name, section in (("_generate_single_turn", "generate"), ("_calculate_rewards", "rewards")):
+            if hasattr(trainer, name):
+                self.replace(trainer, name, in_section(section, _unchanged))
+        self.replace(trainer, "_get_grad_norm", self._get_grad_norm)
         if self.view.can_reexecute:
             self.replace(trainer.optimizer, "step", self._update)
-        for name, section in (
-            ("_generate_single_turn", "generate"),
-            ("_calculate_rewards", "rewards"),
-        ):
-            if hasattr(trainer, name):
-                self.replace(trainer, name, self._in_section(section, _unchanged))
-        self.replace(trainer, "_load_best_model", self._in_section("load_best_model", _unchanged))
+        self.replace(trainer, "_get_learning_rate", self._get_learning_rate)
+        # What comes between two steps.
+        self.replace(trainer, "_maybe_log_save_evaluate", self.saves.log_evaluate_save)
+        self.replace(trainer, "log", in_section("log", self.saves.log))
+        self.replace(trainer, "_evaluate", in_section("evaluate", self.saves.evaluate))
+        self.replace(trainer, "prediction_step", in_section("prediction", self.retry.prediction_step))
+        self.replace(trainer, "_save_checkpoint", in_section("save", self.saves.save_checkpoint))
+        self.replace(handler, "on_save", in_section("on_save", self.saves.on_save))
+        self.replace(handler, "on_epoch_end", in_section("on_epoch_end", self._on_epoch_end))
+        self.replace(trainer, "_load_best_model", in_section("load_best_model", _unchanged))
         self.one_rank.attach()
-        self._others_begin_steps = any(
-            takes_part(each, "on_step_begin") for each in trainer.callback_handler.callbacks
-        )
+        self._others_begin_steps = any(takes_part(each, "on_step_begin") for each in handler.callbacks)
         self._filters_loss = self.leaves_out_nonfinite
         self.optimizer_step.attach()
         self.position.watch()
