@@ -139,8 +139,14 @@ class Bookkeeper:
 
     def rewind_counts(self, bookkeeping: Bookkeeping, stay: frozenset[str] = _SET_BY_THE_LOOP) -> None:
         """Puts counters and log back as they were; random states and buffers stay."""
-        self._set_counts(bookkeeping, stay)
-        del self._trainer.state.log_history[bookkeeping.log_length :]
+        trainer = self._trainer
+        for name, value in bookkeeping.scalars.items():
+            if name not in stay:
+                setattr(trainer, name, value)
+        self.rewind_stores(bookkeeping.stores)
+        if "_buffered_inputs" in vars(trainer):
+            trainer._buffered_inputs = bookkeeping.generated
+        del trainer.state.log_history[bookkeeping.log_length :]
 
     def with_buffers_of_now(self, bookkeeping: Bookkeeping) -> Bookkeeping:
         """Gives the same moment, with the buffers as they are now."""
@@ -155,15 +161,6 @@ class Bookkeeper:
         trainer.state.num_input_tokens_seen = bookkeeping.tokens_seen
         trainer.state.total_flos = bookkeeping.total_flos
         bookkeeping.rng.restore()
-
-    def _set_counts(self, bookkeeping: Bookkeeping, stay: frozenset[str]) -> None:
-        trainer = self._trainer
-        for name, value in bookkeeping.scalars.items():
-            if name not in stay:
-                setattr(trainer, name, value)
-        self.rewind_stores(bookkeeping.stores)
-        if "_buffered_inputs" in vars(trainer):
-            trainer._buffered_inputs = bookkeeping.generated
 
     def mark_stores(self) -> StoreMarks:
         """Notes where the containers of metrics stand, those within them included."""
@@ -201,7 +198,7 @@ class Bookkeeper:
 
     def continue_from(self, bookkeeping: Bookkeeping) -> None:
         """Goes on with the counters of an earlier `train()` call; a new one has set its own to zero."""
-        self._set_counts(bookkeeping, _SET_ON_ENTRY)
+        self.rewind_counts(bookkeeping, _SET_ON_ENTRY)
         self._trainer._tr_loss.copy_(bookkeeping.running_loss)
 
     # ---- in another process ----
