@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 
 from self_healing import HealingConfig, Incident, SelfHealingCallback
 from self_healing.healers.numerics.state import NumericsState
-from self_healing.hf import adapter, optimizer
+from self_healing.hf import optimizer
 from self_healing.hf.optimizer import Veto
 from self_healing.hf.sections import Phase
 
