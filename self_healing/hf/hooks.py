@@ -252,10 +252,9 @@ class Failsafe:
         try:
             return original(*args, **kwargs)
         except BaseException as error:
-            self.tells_of_lost_device(error)
+            first = self._lost_device_error if self.tells_of_lost_device(error) else None
             self._hooks.left_by(error)
             self.give_back()
-            first = self._lost_device_error
             if first is None or first is error:
                 raise
         # What was raised on the way out says less than the first exception.
