@@ -10,7 +10,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -38,7 +38,8 @@ from transformers import (
     set_seed,
 )
 
-from self_healing import Action, FailureType, Incident
+from self_healing import FAILURE_RECIPES, Action, FailureType, Incident
+from self_healing.failures.recipes import Rung
 from self_healing.journal.journal import Journal
 from self_healing.journal.terminal import Terminal
 from self_healing.run.incidents import OpenIncident, Outcomes
@@ -725,6 +726,47 @@ def settled_imports() -> None:
     """Trainers collect garbage at each training, and a third of all time here would go into what was imported."""
     gc.collect()
     gc.freeze()
+
+
+def off_the_ladder(failure: FailureType, actions: Sequence[str]) -> str | None:
+    """How what was done about an incident departs from what its recipe declares; `None` if it does not."""
+    recipe, first = FAILURE_RECIPES[failure], [Action(action) for action in dict.fromkeys(actions)]
+    ladder = recipe.actions
+    if any(isinstance(each, Rung) for each in recipe.ladder):
+        # What is declared is what is executed.
+        return None
+    if unknown := [action.value for action in first if action not in ladder]:
+        return f"{failure.value}: {unknown} on no rung of {[action.value for action in ladder]}"
+    if Action.CHECKPOINT_ACTIVATIONS in first:
+        # What could not be split before may be split now: with fewer activations kept, something else runs out.
+        upto = first.index(Action.CHECKPOINT_ACTIVATIONS)
+        first = [*first[:upto], *(action for action in first[upto:] if action is not Action.SPLIT_BATCH)]
+    if first != sorted(first, key=ladder.index):
+        return f"{failure.value}: {[*map(str, first)]} is not the order of {[action.value for action in ladder]}"
+    return None
+
+
+@pytest.fixture(autouse=True)
+def _ladders_are_climbed_as_declared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever a test does to a run: each incident is treated in the order of its failure's ladder."""
+    taken: dict[tuple[str, FailureType], list[str]] = {}
+    written = Journal.acted
+    ends_the_process = {Action.STOP, Action.SAVE_AND_LEAVE, Action.EXIT_FOR_RESTART}
+
+    def acted(self: Journal, incident: Incident, action: str, happened: bool = True, **result: Any) -> None:
+        if incident.failure is not None:
+            earlier = taken.setdefault((incident.id, incident.failure), [])
+            # Whatever the failure: a run that is taken up again says so in the incident that ended it, and one is
+            # entered once more where it was the way back to it that failed.
+            besides = action == Action.RESUME and action not in FAILURE_RECIPES[incident.failure].actions
+            if not besides and (action != Action.RESUME or ends_the_process.isdisjoint(earlier)):
+                earlier.append(action)
+        written(self, incident, action, happened, **result)
+
+    monkeypatch.setattr(Journal, "acted", acted)
+    yield
+    departures = [off_the_ladder(failure, actions) for (_, failure), actions in taken.items()]
+    assert [each for each in departures if each is not None] == []
 
 
 @pytest.fixture(autouse=True)

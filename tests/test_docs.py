@@ -141,6 +141,19 @@ def test_links_lead_somewhere() -> None:
                 assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
+def test_pages_are_short_but_those_to_look_things_up_in() -> None:
+    """A page for a question; what is longer is a table, or for whoever changes the code."""
+    to_look_up = {
+        "architecture.md",
+        "configuration.md",
+        "detection-figures.md",
+        "ranks-matrix.md",
+        "trainer-facts.md",
+    }
+    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in PAGES[1:]}
+    assert {name for name, number in words.items() if number > 1200} == to_look_up
+
+
 def test_every_page_is_in_the_menu_of_the_site() -> None:
     listed = re.findall(r"^      - (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(listed) == sorted(["index.md", *(page.name for page in PAGES[1:])])
