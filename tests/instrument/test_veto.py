@@ -74,11 +74,22 @@ def test_a_healthy_run_is_bitwise_the_plain_one(
     assert logged(healed) == logged(plain)
 
 
+class PoisonedLate(TrainerCallback):
+    """Rows that hold a certain token are NaN once updates are launched; those met before would be in quarantine."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 30:
+            PoisonToken(model, self.token)
+
+
 FAULTS: dict[str, Callable[[Any], Any]] = {
     "transient": lambda trainer: OutputFault(trainer.model, strike=lambda forward: forward == 31),
     "gradient": lambda trainer: GradientFault(trainer.model, strike=lambda backward: backward == 31),
     "each time": lambda trainer: OutputFault(trainer.model, strike=lambda _: trainer.state.global_step == 30),
-    "poison": lambda trainer: PoisonToken(trainer.model, trainer.train_dataset[5]["input_ids"][3]),
+    "poison": lambda trainer: trainer.add_callback(PoisonedLate(trainer.train_dataset[5]["input_ids"][3])),
     "weights": lambda trainer: trainer.add_callback(WeightFault(a_few_nans, 30)),
     "spike": lambda trainer: GradientFault(trainer.model, strike=lambda backward: backward == 31, value=1e3),
 }
