@@ -176,7 +176,7 @@ def test_what_a_launcher_sends_to_those_that_are_left_is_no_preemption(job: Any)
     # Told, and not ended: what comes then is the launcher's SIGTERM.
     two = job(fault="exception", stays=True, config={"on_hang": "notify", "preemption_deadline": 4.0})
     two.struck()
-    while "this one stays as it is" not in two.log(0):
+    while "this one keeps running" not in two.log(0):
         time.sleep(0.1)
     os.kill(two.processes[0].pid, signal.SIGTERM)
     assert two.processes[0].wait(timeout=60) == 143
