@@ -308,6 +308,8 @@ class Watchdog:
             "known to restart this job (launcher_restarts), so the process stays as it is. Please stop it and resume "
             "from the newest checkpoint."
         )
+        # Should it come back after all, it goes on.
+        alarm.interrupted = False
         self._leave_alone(alarm)
 
     def _leave_alone(self, alarm: _Alarm) -> None:
