@@ -78,7 +78,7 @@ class MadeUpRun:
         view = SimpleNamespace(
             step=0,
             device=torch.device("cpu"),
-            can_reexecute=True,
+            can_recompute=True,
             can_scale_rate=True,
             scheduled_rate=1e-3,
             learning_rate=1e-3,

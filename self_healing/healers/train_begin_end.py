@@ -328,7 +328,7 @@ def end_run(run: Run, instrument: Instrument, step: int) -> None:
         run.dealing_with(run.stop_incident).close("reported")
         run.stop_incident = None
     movement = movement_of(instrument.trainer.state.log_history)
-    looked_at = run.config.on_nonfinite == "heal" or not instrument.view.can_reexecute
+    looked_at = run.config.on_nonfinite == "heal" or not instrument.view.can_recompute
     weights = [] if looked_at else instrument.view.nonfinite_weights()[:5]
     run.journal.event(
         "run_ended",
@@ -428,13 +428,13 @@ def tell_start(run: Run, instrument: Instrument) -> None:
             off.append(f"{what} ({setting}={value!r})")
         elif where == "wrapper" and not run.wrapped:
             needs_wrapper.append(what)
-        elif where != "steps" or view.can_reexecute:
+        elif where != "steps" or view.can_recompute:
             healed.append(what)
     preset = "" if config.healing_preset == "default" else f" (preset {config.healing_preset})"
     text = f"on{preset}: heals {', '.join(healed) or 'nothing'}"
     if off:
         text += f"; not {', '.join(off)}"
-    if not view.can_reexecute:
+    if not view.can_recompute:
         text += f"; steps are only watched ({instrument.trainer.accelerator.distributed_type})"
     if needs_wrapper:
         text += f"; with SelfHealingTrainer also {', '.join(needs_wrapper)}"

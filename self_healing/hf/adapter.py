@@ -88,12 +88,12 @@ class Instrument:
     def _kind_of_engine(self) -> type[StepEngine]:
         if not self.view.under_deepspeed:
             return StepEngine
-        return DeepSpeedEngine if self.view.can_reexecute else WatchedDeepSpeed
+        return DeepSpeedEngine if self.view.can_recompute else WatchedDeepSpeed
 
     @property
     def leaves_out_nonfinite(self) -> bool:
         """Whether anything is done about steps that are not finite."""
-        return self.heals_exceptions and self.view.can_reexecute
+        return self.heals_exceptions and self.view.can_recompute
 
     @property
     def attached(self) -> bool:
@@ -127,7 +127,7 @@ class Instrument:
             if hasattr(trainer, name):
                 self.replace(trainer, name, in_section(section, _unchanged))
         self.replace(trainer, "_get_grad_norm", self._get_grad_norm)
-        if self.view.can_reexecute:
+        if self.view.can_recompute:
             self.replace(trainer.optimizer, "step", self._update)
         self.replace(trainer, "_get_learning_rate", self._get_learning_rate)
         # What comes between two steps.
@@ -367,7 +367,7 @@ class Instrument:
                 raise ran_out.error
             try:
                 if not ran_out.alone:
-                    return window.compute_again_so_far(before_the_step)
+                    return window.recompute_to_last_call(before_the_step)
                 model, inputs, args, kwargs = window.calls[-1]
                 call = model, copy.copy(inputs), args, kwargs
                 loss = self.one_rank.compute_again(functools.partial(self.call.run, call, window))

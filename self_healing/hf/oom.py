@@ -55,7 +55,7 @@ class OomRetry:
 
     def caught(self, error: BaseException, place: Place | None = None, alone: bool = False) -> OutOfMemory | None:
         """Takes an exception as an out-of-memory error to be handled; `None` for any other one."""
-        if not self._failsafe.attached or not self._view.can_reexecute or not self._hooks.heals_memory:
+        if not self._failsafe.attached or not self._view.can_recompute or not self._hooks.heals_memory:
             return None
         found = caught(error, self._view.device, place)
         self.watched |= found is not None

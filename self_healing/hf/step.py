@@ -1,4 +1,9 @@
-"""One optimizer step: its signals, its rows, computed again, kept for later, or left out."""
+"""
+One optimizer step: its signals, its rows, computed again, kept for later, or left out.
+
+`hf/adapter.py` fills it, `healers/numerics/judge.py` reads its signals, `diagnosis.py` there computes it again, as a
+whole or some rows of it, `remedies.py` ends with [`Window.accept`] or [`Window.skip`].
+"""
 
 from __future__ import annotations
 
@@ -30,7 +35,8 @@ _T = TypeVar("_T")
 # The lowest loss and gradient norm, and the highest, as float32.
 Bounds = tuple[tuple[float, float], tuple[float, float]]
 
-# The one vote of a healthy step: loss and norm; then digest of the weights, four wishes, and whether we have failed.
+# The one vote of a healthy step: loss and norm; a digest of the weights; four requests (stop, roll back, news, leave);
+# and whether code of this library has failed here.
 _THE_STEP, _FAILED = "the step", DIGEST_PARTS + 4
 
 
@@ -69,7 +75,8 @@ class Window:
         self.failed = False
         # Whether its loss is a number on all ranks, as far as is known; whether the running loss has been put right.
         self.loss_is_finite, self.loss_is_set = True, False
-        # With which it may be launched before it is judged; then its numbers, read once, and whether it was applied.
+        # Within which its update may be launched before it is judged, on a GPU; then loss and norm as the device has
+        # compared them, and whether the update was applied.
         self.bounds: Bounds | None = None
         self.read: list[float] | None = None
         self.applied = False
@@ -243,20 +250,17 @@ class Window:
 
     # ---- computing it again ----
 
-    def reexecute(self, keep: Mapping[int, Sequence[int]] | None = None) -> None:
+    def recompute(self, keep: Mapping[int, Sequence[int]] | None = None) -> None:
         """Computes losses and gradients of the step again, from the state and the random numbers it started with."""
-        self.until_it_fits(lambda: self._reexecute(keep))
+        self.until_it_fits(lambda: self._recompute(keep))
 
-    def compute_again(self, keep: Mapping[int, Sequence[int]] | None = None) -> StepSignals:
-        """
-        Computes the step again as a remedy or an experiment, and once more if that is not finite: a fault that passes
-        may have struck just then.
-        """
-        self.reexecute(keep)
+    def recompute_with_retry(self, keep: Mapping[int, Sequence[int]] | None = None) -> StepSignals:
+        """[`recompute`], and once more if that is not finite: a fault that passes may have struck just then."""
+        self.recompute(keep)
         signals = self.signals()
         if signals.finite:
             return signals
-        self.reexecute(keep)
+        self.recompute(keep)
         return self.signals()
 
     def until_it_fits(self, compute: Callable[[], _T]) -> _T:
@@ -264,7 +268,7 @@ class Window:
         result: _T = self.engine.retry.until_it_fits(compute, self.discard)
         return result
 
-    def _reexecute(self, keep: Mapping[int, Sequence[int]] | None) -> None:
+    def _recompute(self, keep: Mapping[int, Sequence[int]] | None) -> None:
         self._recordable, self._scaled_by = keep is None, 1.0
         # Not `if keep`: a rank that drops nothing still takes part in counting what the others dropped.
         rows = None if keep is None else RowRemoval.of(self, keep, self.engine)
@@ -299,7 +303,7 @@ class Window:
                     losses.append(self.compute_micro_batch(index, pick, last, rows.items))
         return losses
 
-    def compute_again_so_far(self, tokens: int) -> tuple[torch.Tensor, int]:
+    def recompute_to_last_call(self, tokens: int) -> tuple[torch.Tensor, int]:
         """Computes the step again up to and including the call that was made last, which has failed."""
         state, generated = self._trainer.state, self._generated
         assert self.start is not None
@@ -390,7 +394,7 @@ class Window:
     # ---- what becomes of it ----
 
     def accept(self) -> None:
-        """Puts the re-executed step in the place of the one that failed: loss, gradients and their norm."""
+        """Puts the losses of the step as last computed into the running loss; its gradients are in place already."""
         self.loss_is_set = True
         self._set_running_loss(self.losses)
 

@@ -43,8 +43,8 @@ class TrainerView:
             self.only_watched = f"{kind} runs the backward pass itself"
         elif self.under_deepspeed and (why := why_not_healed(engine)) is not None:
             self.only_watched = f"DeepSpeed runs the backward pass itself, and {why}"
-        self.can_reexecute = self.only_watched is None
-        self.zero = Zero(engine) if engine is not None and self.can_reexecute else None
+        self.can_recompute = self.only_watched is None
+        self.zero = Zero(engine) if engine is not None and self.can_recompute else None
         # Whether accelerate has sharded the weights in the way before FSDP2: parameters change with each forward.
         self.has_flat_parameters: bool = kind == DistributedType.FSDP and not is_sharded(trainer.model)
         # Whether all ranks take part in each call of the model: accelerate has sharded its weights (FSDP, ZeRO-3), or
@@ -78,7 +78,7 @@ class TrainerView:
     @property
     def can_hand_over(self) -> bool:
         """Whether another process can go on from copies of its tensors: those are the same whatever was computed."""
-        return self.can_reexecute and not self.has_flat_parameters and (self.zero is None or not self.zero.offloads)
+        return self.can_recompute and not self.has_flat_parameters and (self.zero is None or not self.zero.offloads)
 
     def _groups(self) -> Sequence[dict[str, Any]]:
         return getattr(self._optimizer, "param_groups", [])
@@ -87,7 +87,7 @@ class TrainerView:
     def can_scale_rate(self) -> bool:
         """Whether the optimizer has learning rates that can be set: Adafactor with `relative_step` has none."""
         groups = self._groups()
-        return self.can_reexecute and bool(groups) and all(group.get("lr") is not None for group in groups)
+        return self.can_recompute and bool(groups) and all(group.get("lr") is not None for group in groups)
 
     @property
     def learning_rate(self) -> float:

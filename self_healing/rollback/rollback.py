@@ -399,7 +399,7 @@ class Replay:
                     self._judge(signals, losses, recorded=True)
                 if not self.finished:
                     self.window.begin_from_here()
-                    self.window.reexecute()
+                    self.window.recompute()
                     self._judge(self.window.signals(), losses, recorded=False)
         except TrainingFault as fault:
             logger.info("The steps since then could not be applied again.", exc_info=fault.error)

@@ -97,7 +97,7 @@ class TrustedStates:
     def prepare(self, instrument: Instrument) -> None:
         """Called as soon as the weights are known: a thread takes memory for the state that the run begins with."""
         view = instrument.view
-        if not self.attached and not self._on_disk_only and view.can_reexecute:
+        if not self.attached and not self._on_disk_only and view.can_recompute:
             self.ring.reserve(size_of(view.live_state()), view.device)
 
     def begin(self, instrument: Instrument, cold: bool, learned: Any) -> None:
@@ -119,7 +119,7 @@ class TrustedStates:
             self.ring.release()
             self.batches.release()
         self.batches.stop_recording()
-        self._on_disk_only |= not instrument.view.can_reexecute
+        self._on_disk_only |= not instrument.view.can_recompute
         if not self._on_disk_only and self._take(step):
             self.ring.begin_with_candidate()
             # Before the first step there may be an evaluation, for which some optimizers swap the weights.

@@ -314,7 +314,7 @@ def _computed_by(trainer: Any) -> str:
 def _look_into(window: Window, report: ReplayReport, sources: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
     """Looks for the first number of a step that is not finite, in which module and for which rows."""
     # Prepared micro-batches are noted when a step is computed again.
-    window.reexecute()
+    window.recompute()
     with window.engine.retry.experiment():
         experiments = _Origins(window)
         report.origin = experiments.origin()

@@ -41,7 +41,7 @@ _BEHIND_THE_PLACE = {
 
 def diagnose(window: Window, instrument: Instrument, healthy_inputs: Any) -> Diagnosis:
     """Finds out why a step is not finite."""
-    window.reexecute()
+    window.recompute()
     if window.signals().finite:
         return _transient(1)
     device = instrument.view.device
@@ -59,7 +59,7 @@ def diagnose(window: Window, instrument: Instrument, healthy_inputs: Any) -> Dia
     found = _look_at_rows(window, healthy_inputs, device)
     # A fault may last for longer than one computation, and strike in the experiments: before data or numbers are
     # blamed for it, the whole is computed once more.
-    window.reexecute()
+    window.recompute()
     return _transient(2) if window.signals().finite else found
 
 
@@ -257,7 +257,7 @@ def _as_experiment(window: Window, rollback: Rollback, experiment: Callable[[], 
     finally:
         # Whatever happened, an interruption included: the weights are the run's own again.
         rollback.end_trial()
-    if window.compute_again().finite:
+    if window.recompute_with_retry().finite:
         window.accept()
     else:
         # It was, when the run came to it: not applied like this.
@@ -270,7 +270,7 @@ def _try_trusted_states(window: Window, rollback: Rollback, better: Callable[[St
     tried: dict[str, Any] = {}
     for snapshot in rollback.states.generations():
         rollback.try_snapshot(snapshot)
-        then = window.compute_again()
+        then = window.recompute_with_retry()
         tried[f"weights of step {snapshot.step}"] = {"loss": then.loss, "grad_norm": then.grad_norm}
         if better(then):
             rollback.prefer(snapshot)

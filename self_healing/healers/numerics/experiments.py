@@ -137,7 +137,7 @@ class StepExperiments:
             return None
         model.forward = plain
         try:
-            self.window.reexecute()
+            self.window.recompute()
             finite = self.window.signals().finite
         finally:
             model.forward = mixed
@@ -195,7 +195,7 @@ class StepExperiments:
     def _compute_once_more(self) -> None:
         window = self.window
         tokens = self._trainer.state.num_input_tokens_seen - window.tokens_inside
-        loss, added = window.compute_again_so_far(tokens)
+        loss, added = window.recompute_to_last_call(tokens)
         window.losses.append(loss)
         window.tokens_inside += added
         window.measure_again()

@@ -82,7 +82,7 @@ class NumericsHealer:
     @property
     def acts(self) -> bool:
         """Whether anything is done about a step that is not finite."""
-        return self.config.on_nonfinite != "warn" and self.instrument.view.can_reexecute
+        return self.config.on_nonfinite != "warn" and self.instrument.view.can_recompute
 
     def on_any_rank(self, question: str, flag: bool) -> bool:
         """Whether something is so on any rank. Every rank has to come."""
@@ -107,7 +107,7 @@ class NumericsHealer:
         if clipping is None:
             return
         factor = clipping.take_in(signals, min(self.instrument.view.max_grad_norm or math.inf, clipped_to))
-        if factor < 1 and clipping.acts and self.instrument.view.can_reexecute:
+        if factor < 1 and clipping.acts and self.instrument.view.can_recompute:
             # A gradient that is clipped on some ranks and not on others makes other weights of each.
             with self.instrument.failsafe.together():
                 clipping.clip(window, factor)

@@ -151,7 +151,7 @@ class AppliedSteps(NumericsHealer):
         """
         Finds out what made the loss rise, whatever is done about it; back to a trusted state if it was the weights.
         """
-        tries = self.instrument.view.can_reexecute and self.rollback.can_go_back()
+        tries = self.instrument.view.can_recompute and self.rollback.can_go_back()
         if not (self.may_go_back(window.step) if self.config.on_divergence == "heal" else tries):
             return False
         incident = opened.incident
@@ -189,7 +189,7 @@ class AppliedSteps(NumericsHealer):
 
     def may_go_back(self, step: int) -> bool:
         """Without a state to go back to, a run that goes on may still recover; one that was stopped cannot."""
-        if self.config.on_divergence != "heal" or not self.instrument.view.can_reexecute:
+        if self.config.on_divergence != "heal" or not self.instrument.view.can_recompute:
             return False
         if self.numerics.schedule.raised_lately(step, self.config.divergence_patience):
             return False
@@ -213,12 +213,12 @@ class SpikeHealer(NumericsHealer):
     @property
     def heals(self) -> bool:
         """Whether anything is done about a spike before it is applied."""
-        return self.config.on_spike == "heal" and self.instrument.view.can_reexecute
+        return self.config.on_spike == "heal" and self.instrument.view.can_recompute
 
     def heal(self, window: Window, symptom: Symptom) -> None:
         """Computes the step again before anything is decided about it."""
         with self.incident(symptom.step, symptom.name, symptom.evidence, symptom.severity) as opened:
-            again = window.compute_again()
+            again = window.recompute_with_retry()
             transient = again.finite and self.panel.spike(again) is None
             if again.finite and symptom.step > self.numerics.observed_step:
                 # As it is without the passing fault: faults that come again and again are not what is usual.
@@ -324,7 +324,7 @@ class RedFlagHealer(NumericsHealer):
         incident = self._known_to_all(self.numerics.roll_back_for, window)
         self.numerics.roll_back_for = None
         with self.run.dealing_with(incident) as opened:
-            if self.instrument.view.can_reexecute and self.rollback.can_go_back():
+            if self.instrument.view.can_recompute and self.rollback.can_go_back():
                 self.climb.take_rung(HealingContext(incident, self.instrument, window), FailureType.RED_FLAG)
                 return
             incident.evidence["why"] = "Its action is to roll back, and there is no trusted state to go back to"

@@ -150,7 +150,7 @@ class CorruptedStateHealer(NumericsHealer):
         """After the last step: weights that turned NaN with it would be handed over as trained."""
         instrument = self.instrument
         window, step = instrument.window, instrument.view.step
-        if self.config.on_nonfinite != "heal" or not instrument.view.can_reexecute or window is None:
+        if self.config.on_nonfinite != "heal" or not instrument.view.can_recompute or window is None:
             return
         found = instrument.view.nonfinite_tensors()
         if not self.on_any_rank("the state at the end is not finite", bool(found)):
@@ -189,7 +189,7 @@ class CorruptedStateHealer(NumericsHealer):
     def verify_state(self) -> None:
         """Searches what goes into a checkpoint for NaN and Inf that no loss has shown, and heals what it finds."""
         instrument = self.instrument
-        if not instrument.view.can_reexecute:
+        if not instrument.view.can_recompute:
             # The engine holds the optimizer's state, and parts of the weights, where they cannot be looked at.
             return
         found = instrument.view.nonfinite_tensors()

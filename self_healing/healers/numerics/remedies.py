@@ -56,7 +56,7 @@ class NumericsRemedies:
                 keep[index] = [row for row in range(layout.rows) if row not in set(bad)]
         remaining = diagnosis.rows - diagnosis.poison_rows
         dropped = {"dropped": diagnosis.poison_rows, "kept": remaining}
-        if remaining == 0 or not window.compute_again(keep).finite:
+        if remaining == 0 or not window.recompute_with_retry(keep).finite:
             # The rows were not the whole story: one rung up.
             return self._skip_step(context, args) | dropped
         window.accept()

@@ -181,7 +181,7 @@ class MemoryHealer(Healer):
     def attach(self, first: bool) -> None:
         """Called with the instrument attached: what earlier processes and entries learned is put to use."""
         instrument, sizes = self._instrument, self._sizes
-        if self.config.on_oom == "raise" or not instrument.view.can_reexecute:
+        if self.config.on_oom == "raise" or not instrument.view.can_recompute:
             return
         sizes.step = instrument.view.step
         sizes.failure_is_fatal = processes.world_size() > 1
@@ -206,7 +206,7 @@ class MemoryHealer(Healer):
         """Has each call of the models go over as few rows as it has to, where it can be split."""
         instrument, sizes = self._instrument, self._sizes
         view = instrument.view
-        if self._interceptions or not view.can_reexecute or self._why_never_split:
+        if self._interceptions or not view.can_recompute or self._why_never_split:
             return
         instrument.retry.watched = True
         sizes.made_together |= bool(instrument.one_rank.meets_in_forward)
