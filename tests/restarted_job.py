@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from conftest import (
     POISON_WORD,
     TEXTS,
     PoisonToken,
+    RaisingForward,
     build_tokenizer,
     grpo_trainer,
+    lost_connection,
     sft_trainer,
     tiny_model,
     without_times,
@@ -108,6 +111,63 @@ def hang_in_optimizer(trainer: Any, step: int, once: Once) -> None:
     trainer.optimizer.register_step_pre_hook(hang)
 
 
+class WeightFault:
+    """Writes NaN into a weight in one of the training forwards."""
+
+    def __init__(self, model: Any, strike: Callable[[int], bool]) -> None:
+        self.fired = self.forwards = 0
+        self._model, self._strike = model, strike
+        model.model.embed_tokens.register_forward_pre_hook(self._look)
+
+    def _look(self, module: Any, inputs: Any) -> None:
+        if not torch.is_grad_enabled() or not module.training:
+            return
+        self.forwards += 1
+        if self._strike(self.forwards):
+            self.fired += 1
+            self._model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
+
+
+# What is wrong with the run, and so which remedy is at work: each takes the model, and whether it strikes now.
+FAULTS: dict[str, Callable[[Any, Callable[[int], bool]], Any]] = {
+    "corrupted weights": WeightFault,
+    "lost connection": lambda model, strike: RaisingForward(model, strike, lost_connection),
+}
+
+
+class KillAfter:
+    """
+    Kills the process at the nth moment of a kind after a fault has struck: a forward of the model, or a change of a
+    file below the output directory.
+    """
+
+    CHANGES = frozenset(("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.truncate"))
+
+    def __init__(self, trainer: Any, fault: Any, moment: str, nth: int, once: Once) -> None:
+        self.seen = 0
+        self._fault, self._nth, self._once = fault, nth, once
+        self._directory = os.path.abspath(trainer.args.output_dir)
+        if moment == "forward":
+            trainer.model.model.norm.register_forward_hook(self._count)
+        else:
+            sys.addaudithook(self._look)
+
+    def _look(self, event: str, details: tuple[Any, ...]) -> None:
+        changes = event in self.CHANGES or (event == "open" and self._writes(details[1], details[2]))
+        if changes and str(details[0]).startswith(self._directory + os.sep):
+            self._count()
+
+    def _writes(self, mode: Any, flags: int) -> bool:
+        return bool(flags & (os.O_WRONLY | os.O_RDWR))
+
+    def _count(self, *_: Any) -> None:
+        if not self._fault.fired:
+            return
+        self.seen += 1
+        if self.seen == self._nth and self._once():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class BadSample(torch.utils.data.Dataset):
     """A dataset one of whose samples cannot be loaded; each attempt is noted in a file."""
 
@@ -123,6 +183,18 @@ class BadSample(torch.utils.data.Dataset):
                 file.write("x")
             raise ValueError(f"sample {index} is broken")
         return self.dataset[index]
+
+
+def strike_a_remedy(trainer: Any, output_dir: Path, options: dict[str, Any], poison: Any) -> None:
+    """A fault of the run, once however often it is started, and a kill while that is being healed."""
+    first = options.get("first")
+    if first is None and poison is None:
+        return
+    strikes = Once(output_dir.parent / f"{output_dir.name}.first")
+    at = options.get("at", 11)
+    fault = poison or FAULTS[first](trainer.model, lambda forward: forward == at and strikes())
+    moment, nth = options.get("kill", ("forward", 0))
+    KillAfter(trainer, fault, moment, nth, Once(output_dir.parent / f"{output_dir.name}.killed"))
 
 
 def main(output_dir: Path, options: dict[str, Any]) -> None:
@@ -142,11 +214,13 @@ def main(output_dir: Path, options: dict[str, Any]) -> None:
     if poisoned is not None:
         arguments["texts"] = [f"{text} {POISON_WORD}" if row == poisoned else text for row, text in enumerate(TEXTS)]
     trainer = make(output_dir, build_tokenizer(), **arguments)
+    poison = None
     if poisoned is not None:
-        PoisonToken(trainer.model, trainer.processing_class.convert_tokens_to_ids(POISON_WORD))
+        poison = PoisonToken(trainer.model, trainer.processing_class.convert_tokens_to_ids(POISON_WORD))
     if options.get("buffer_after_restart") and once.file.exists():
         # In no checkpoint, and nothing that a resume would miss.
         trainer.model.register_buffer("added", torch.zeros(1), persistent=False)
+    strike_a_remedy(trainer, output_dir, options, poison)
     fault = options.get("fault")
     if fault == "sigkill_while_saving":
         kill_while_saving(trainer, options["step"], once)

@@ -152,7 +152,7 @@ def test_a_best_checkpoint_that_is_torn_is_not_loaded(
     assert_same_weights(weights(trainer), last)
     (told,) = journal(tmp_path, "best_model_passed_over")
     assert told["path"] == str(tmp_path / "checkpoint-2")
-    assert "they are those of the last step" in caplog.text
+    assert "keeps the weights of the last step" in caplog.text
 
 
 @pytest.mark.parametrize("applied_again", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,23 @@ class Rows(torch.utils.data.Dataset):
         if index in self.bad and self.asked.count(index) <= self.times:
             raise self.error(f"cannot decode {index}")
         return dict(self.rows[index])
+
+
+class Counted(torch.utils.data.IterableDataset):
+    """A stream whose iterator lives on after it has raised."""
+
+    def __init__(self, rows: Any, bad: Any) -> None:
+        self.rows, self.bad = list(rows), frozenset(bad)
+
+    def load(self, index: int) -> Any:
+        if index in self.bad:
+            raise ValueError(f"cannot decode {index}")
+        return dict(self.rows[index])
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return map(self.load, range(first, len(self.rows), step))
 
 
 def rows_of(tokenizer: Any, tmp_path: Path) -> list[dict[str, Any]]:

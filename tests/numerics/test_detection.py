@@ -319,26 +319,6 @@ def test_layers_that_are_unfrozen_make_no_gradient_spike(
     assert_same_weights(weights(healed), weights(plain))
 
 
-# ---- the callback, wherever it is ----
-
-
-def test_a_callback_that_is_taken_by_a_run_within_the_run_says_so(tmp_path: Path, tokenizer: Any, caplog: Any) -> None:
-    shared = SelfHealingCallback()
-
-    class Within(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 1:
-                sft_trainer(tmp_path / "inner", tokenizer, callbacks=[shared], max_steps=1).train()
-
-    outer = sft_trainer(tmp_path / "outer", tokenizer, callbacks=[shared, Within()], max_steps=2)
-    outer.train()
-    assert caplog.text.count("the outer run is not healed from here on") == 1
-    caplog.clear()
-    # One after the other is no matter.
-    sft_trainer(tmp_path / "next", tokenizer, callbacks=[shared], max_steps=1).train()
-    assert "outer run" not in caplog.text
-
-
 def test_the_report_is_that_of_the_last_run_whoever_started_it(tmp_path: Path, tokenizer: Any) -> None:
     trainer = sft_trainer(tmp_path, tokenizer, max_steps=2)
     healer = SelfHealingTrainer(trainer)

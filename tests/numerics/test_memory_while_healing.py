@@ -181,7 +181,7 @@ def test_a_postmortem_says_what_could_not_be_done(
 
     assert postmortem is not None
     assert postmortem["failure"] == "out_of_memory"
-    assert "memory ran out, twice, while self_healing looked into" in postmortem["verdict"]
+    assert "memory ran out, twice, while self_healing diagnosed" in postmortem["verdict"]
     assert "Tried to allocate 2.50 GiB" in postmortem["error"]["message"]
     (detected,) = [each for each in journal(tmp_path, "detected") if each["symptom"] == "out_of_memory"]
     assert detected["evidence"]["place"] == "healing"
@@ -196,7 +196,7 @@ def test_without_memory_beside_a_step_that_is_sound_training_goes_on(
 
     assert memory.fired == 3
     assert postmortem is None
-    assert "the next one is watched again" in caplog.text
+    assert "checking resumes with the next one" in caplog.text
     assert "has switched itself off" not in caplog.text
     undisturbed = healthy(tmp_path / "undisturbed", tokenizer)
     train(undisturbed)

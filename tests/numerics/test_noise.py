@@ -80,7 +80,7 @@ def test_a_state_that_nobody_can_put_back_is_no_noise(
     OutputFault(trainer.model, strike=lambda forward: forward == 3)
     trainer.train()
     assert repeats(tmp_path) == ["beyond noise"]
-    assert "something keeps a state of its own that is not put back" in caplog.text
+    assert "something keeps state that is not restored" in caplog.text
 
 
 # ---- going back, and applying the steps since then again ----

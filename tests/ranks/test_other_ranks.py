@@ -114,8 +114,8 @@ def test_a_rank_that_leaves_training_alone_is_told_of_once_another_one_waits_for
     # Counted from its last sign of life.
     assert time.monotonic() - began >= 8 * INTERVAL
     assert {str(each.ranks.first_failure()) for each in (first, third)} == {
-        "rank 1 failed first; it failed after step 5: it left train() while the others train on: the ranks do "
-        "different things; look for code that decides on one rank alone (should_training_stop in a callback)"
+        "rank 1 failed first; it failed after step 5: it left train() while the others train on: the ranks are "
+        "out of step; look for code that decides on one rank alone (should_training_stop in a callback)"
     }
 
 
