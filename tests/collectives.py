@@ -26,7 +26,7 @@ SHORT, LONG = 3, 5
 PATIENT = {"collective_timeout_check_seconds": 1000.0, "hang_floor_seconds": 1000.0}
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-counts = importlib.import_module("counts")
+of_steps = importlib.import_module("counts")
 
 
 def collectives_in(profiled: profile) -> list[str]:
@@ -64,8 +64,8 @@ def main(directory: Path) -> None:
             "run": long,
             "run_by_question": long_by,
         }
-    counts.WARM, counts.MEASURED = 8, 16
-    results["calls"] = counts.added("sft", "fp32", 2, **PATIENT)["calls"]
+    of_steps.WARM, of_steps.MEASURED = 8, 16
+    results["calls"] = of_steps.added("sft", "fp32", 2, **PATIENT)["calls"]
     (directory / f"results.{os.environ['RANK']}.json").write_text(json.dumps(results))
 
 
