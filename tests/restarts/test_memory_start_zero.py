@@ -114,7 +114,7 @@ def test_so_does_an_adapter(job: Job, stage: int) -> None:
 def test_partitions_of_another_stage_are_passed_over_for_what_is_on_disk(job: Job) -> None:
     job.fail_and_go_on(1, "fp32", then=2)
     assert job.began_at() == [0, 0]
-    why = "it is of a run under ZeRO-1 in torch.float32, and this one is under ZeRO-2 in torch.float32"
+    why = "partitioning was ZeRO-1 in torch.float32, and is ZeRO-2 in torch.float32"
     assert (job.directory / "log.0.txt").read_text().count(why) == 1
     assert not job.resumed_from_memory()
 
@@ -125,7 +125,8 @@ def test_where_deepspeed_could_not_load_that_either_it_is_said_what_to_do(job: J
     refused = job.start(1, stages, **options)
     assert refused["codes"] == [1, 1], job.log()
     for rank in refused["ranks"]:
-        assert "checkpoint-4 is whole, and this job cannot go on from it: it was written under ZeRO-2" in rank["error"]
+        assert "checkpoint-4 is whole, and this job cannot go on from it: it was written by 2" in rank["error"]
+        assert "under ZeRO-2, and this job has 2 processes under ZeRO-3" in rank["error"]
 
 
 def test_with_offload_a_job_goes_on_from_disk(job: Job) -> None:
