@@ -229,7 +229,7 @@ class Zero:
         self.leave_backward()
         if self.shards_weights and processes.world_size() == 1:
             # Also what was gathered for a module whose forward or backward has raised. Several ranks, which gather
-            # alike, end where one of them has raised. Nor is the order of modules that it came to that of a whole step.
+            # alike, end where one of them has raised. Nor is the order of modules it came to that of a whole step.
             coordinator = zero.parameter_offload.get_param_coordinator()
             if not coordinator.is_invalid_trace():
                 coordinator._invalidate_trace()
