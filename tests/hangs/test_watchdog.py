@@ -271,7 +271,7 @@ def test_a_disk_that_hangs_as_well_does_not_stop_the_recovery(tmp_path: Path, mo
     monkeypatch.setattr(watchdog, "_bounded", functools.partial(watchdog.within, 0.5))
     began = time.monotonic()
     with Desk(tmp_path) as desk:
-        desk.journal.open = lambda *_, **__: time.sleep(30)
+        desk.journal.open = lambda *_, **__: time.sleep(FOREVER)
         with pytest.raises(TrainingHang), desk.heartbeat.section("step"):
             time.sleep(FOREVER)
     assert desk.claimed() == []
