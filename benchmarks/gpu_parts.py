@@ -33,6 +33,7 @@ import accelerate
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LlamaConfig,
@@ -216,7 +217,7 @@ def finish(setting: Setting, trainer: Trainer, wrapped: bool = False) -> Ended:
     seconds = time.monotonic() - began
     journal = Path(trainer.args.output_dir) / "healing_events.jsonl"
     ended = Ended(
-        weights={name: value.detach().to("cpu", copy=True) for name, value in trainer.model.state_dict().items()},
+        weights={name: whole(value).to("cpu", copy=True) for name, value in trainer.model.state_dict().items()},
         losses=[entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         seconds=seconds,
         steps=int(trainer.state.global_step),
@@ -228,6 +229,10 @@ def finish(setting: Setting, trainer: Trainer, wrapped: bool = False) -> Ended:
     if setting.on_gpu:
         torch.cuda.empty_cache()
     return ended
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
 
 
 def largest_difference(one: Ended, other: Ended) -> float:
@@ -284,7 +289,8 @@ class NaNInWeights(TrainerCallback):
         if state.global_step == self._step and not self._struck:
             self._struck = True
             trained = [each for each in model.parameters() if each.requires_grad and each.is_floating_point()]
-            trained[-1].data.view(-1)[0] = float("nan")
+            local = trained[-1].to_local() if isinstance(trained[-1], DTensor) else trained[-1].data
+            local.detach().view(-1)[0] = float("nan")
 
 
 def _last_norm(model: torch.nn.Module) -> torch.nn.Module:
@@ -991,6 +997,49 @@ def distributed(setting: Setting) -> dict[str, Any]:
     return {"shown": code == 0, "exit_code": code, "seconds": seconds, "end_of_output": output[-600:]}
 
 
+def engine_arguments(engine: str) -> dict[str, Any]:
+    """What has a trainer shard over the processes there are."""
+    if engine == "fsdp2":
+        units = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+        return {"fsdp": True, "fsdp_config": {**units, "fsdp_version": 2, "cpu_ram_efficient_loading": False}}
+    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    zero = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+    return {"deepspeed": {**dict.fromkeys(auto, "auto"), **zero}}
+
+
+def sharded_job(setting: Setting, engine: str) -> None:
+    """A plain run, one with a passing NaN, and under FSDP2 one with NaN in the weights."""
+    settings = {"max_steps": setting.pick(30, 8), "repeatable": True, **engine_arguments(engine)}
+    config = HealingConfig(snapshot_interval=setting.pick(8, 2), snapshot_verify_steps=2)
+    with repeatable_kernels():
+        plain = finish(setting, trainer_of(setting, "plain", **settings))
+        trainer = trainer_of(setting, "passing", [SelfHealingCallback(config)], **settings)
+        NaNOnce(trainer.model, setting.pick(20, 5))
+        healed, engine_of = {"passing": finish(setting, trainer)}, str(trainer.accelerator.distributed_type)
+        if engine == "fsdp2":
+            callbacks = [SelfHealingCallback(config), NaNInWeights(setting.pick(25, 6))]
+            healed["weights"] = finish(setting, trainer_of(setting, "weights", callbacks, **settings))
+    told = {
+        name: {"steps_lost": run.steps_lost, "actions": run.actions, "difference": largest_difference(run, plain)}
+        for name, run in healed.items()
+    }
+    (setting.directory / "told.json").write_text(json.dumps({"engine": engine_of, "healed": told}))
+
+
+def sharded(setting: Setting, engine: str) -> dict[str, Any]:
+    """One process whose parameters are those of an engine: what goes wrong in a step is undone bitwise."""
+    needs(*(["deepspeed"] if engine == "zero2" else []))
+    if not setting.on_gpu:
+        raise Skipped("only on a GPU: on a CPU the tests do it on two ranks")
+    arguments = [str(HERE), "job", str(setting.directory), engine, "--device", setting.device]
+    code, seconds, output = started([*UNDER_TORCHRUN, *arguments, *(["--tiny"] if setting.tiny else [])], {})
+    note = setting.directory / "told.json"
+    told = json.loads(note.read_text()) if note.exists() else {"healed": {}}
+    runs = told["healed"].values()
+    undone = [run["steps_lost"] == 0 and run["actions"] and run["difference"] == 0.0 for run in runs]
+    return {"shown": code == 0 and all(undone), **told, "seconds": seconds, "end_of_output": output[-1500:]}
+
+
 class Block(TrainerCallback):
     """One of two ranks does not come to the collective that the other one waits in."""
 
@@ -1112,7 +1161,12 @@ PARTS: dict[str, dict[str, Case]] = {
     },
     "overhead_grpo": {"0.5B": partial(overhead, size="0.5B", accumulation=1, task="grpo")},
     "snapshots": {"100M": snapshots},
-    "distributed": {"one process, NCCL": distributed, "two ranks, one blocked": blocked},
+    "distributed": {
+        "one process, NCCL": distributed,
+        "two ranks, one blocked": blocked,
+        "FSDP2, one process": partial(sharded, engine="fsdp2"),
+        "ZeRO-2, one process": partial(sharded, engine="zero2"),
+    },
     **{f"limits_{task}": {"every and some rows": partial(limits, task=task)} for task in ("sft", "dpo", "grpo")},
 }
 
@@ -1163,7 +1217,8 @@ def run_part(part: str, results: Path, device: str, tiny: bool) -> dict[str, Any
             continue
         cases[name] = {"begun": begun + 1}
         write()
-        cases[name] = outcome(case, device, tiny)
+        # What was cut off may be gone on with on another card.
+        cases[name] = {**outcome(case, device, tiny), "device": content["device"], "date": content["date"]}
         write()
         print(f"{part}, {name}: {json.dumps(cases[name])[:400]}", flush=True)
     content["complete"] = True
@@ -1196,6 +1251,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     if options.part == "job" and options.how == "blocked":
         blocked_job(Setting(options.device, options.tiny, options.directory))
+    elif options.part == "job" and options.how in ("fsdp2", "zero2"):
+        sharded_job(Setting(options.device, options.tiny, options.directory), options.how)
     elif options.part == "job":
         job(Setting(options.device, options.tiny, options.directory), options.how, not options.callback_alone)
     else:

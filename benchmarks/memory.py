@@ -63,7 +63,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 
 import self_healing
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.healers.oom import sizes
+from self_healing.healers.oom import calls
 from self_healing.tools.demo.model import DemoSize, small_llama, stdlib_docstrings, train_tokenizer
 
 
@@ -193,7 +193,7 @@ class Cost:
         """A short run on such a device: what it writes down about sizes, and what finding that out has cost."""
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
-            sizes.PROBE_STEPS = 1
+            calls.PROBE_STEPS = 1
             run = Run(HealingConfig(), self.options.rows, at_a_time=at_a_time)
             trainer, small = self.trainer(run, directory, steps=12)
             trainer.train()
@@ -295,7 +295,7 @@ def cost(options: argparse.Namespace) -> dict[str, Any]:
         # Known from the start, and never tried larger: all steps that are timed are split alike.
         divided[f"split in {pieces}"] = Run(HealingConfig(), rows, at_a_time=at_a_time)
         divided[f"by hand in {pieces}"] = Run(HealingConfig(), at_a_time, pieces)
-    sizes.PROBE_STEPS = NEVER
+    calls.PROBE_STEPS = NEVER
     first, second = [], []
     # Both rounds over the whole time: what the machine does changes by the minute.
     for number in range(max(options.laps, options.split_laps)):
@@ -607,7 +607,7 @@ def run(job: Job) -> dict[str, Any]:
     gauge = Gauge(trainer.model, trainer.accelerator.device)
     runner = trainer
     if job.variant == "ours":
-        sizes.PROBE_STEPS = job.probe_steps
+        calls.PROBE_STEPS = job.probe_steps
         runner = SelfHealingTrainer(trainer, HealingConfig())
     trainer.add_callback(gauge)
     began = time.perf_counter()
@@ -713,6 +713,7 @@ def limited(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str
                     simulate_rows=options.simulate_rows,
                 )
                 tasks.append(one_setting(job, options, log))
+                write({"settings": tasks}, options.output)
                 # Checkpoints and journals of the runs.
                 for path in Path(directory).glob(f"{task}-{lengths}-*"):
                     shutil.rmtree(path, ignore_errors=True)
@@ -1055,8 +1056,10 @@ def main() -> None:
         table, name = show_throughput(result), "memory_throughput_cpu.json"
     else:
         complete(options)
+        name = "memory_cuda.json" if options.device == "cuda" else "memory_simulated.json"
+        options.output = options.output or RESULTS / name
         result = limited(options, console.print)
-        table, name = show_limited(result), "memory_cuda.json" if options.device == "cuda" else "memory_simulated.json"
+        table = show_limited(result)
     output = options.output or RESULTS / name
     write(result, output)
     console.print(table)
