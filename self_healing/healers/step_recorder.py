@@ -71,15 +71,24 @@ class StepRecorder(Healer):
         if len(journal.incidents) != self._incidents:
             # What was healed in it is no step.
             self._incidents, busy = len(journal.incidents), _NAN
+        if now >= self._log.due:
+            # Without this step: its engine may leave it out yet.
+            self._contained(self._write)
+            if self._log is None:
+                return
+        skipped = window.skipped or window.engine.left_out_by_itself
         scale = numerics.learning_rate.scale(step) if numerics.learning_rate.touched else 1.0
         self._log.kept.append(
             (
-                *(step, 1, int(window.skipped), journal.attempt, time.time(), seconds, busy, loss, loss, norm, norm),
+                *(step, 1, int(skipped), journal.attempt, time.time(), seconds, busy, loss, loss, norm, norm),
                 *(*self._bounds, numerics.schedule.rate * scale, scale, *self._memory),
             )
         )
-        if now >= self._log.due:
-            self._contained(self._write)
+
+    def left_out_by_engine(self) -> None:
+        if self._log is not None and self._log.kept:
+            step, steps, _, *others = self._log.kept[-1]
+            self._log.kept[-1] = (step, steps, 1, *others)
 
     def process_ends(self) -> None:
         self._close()

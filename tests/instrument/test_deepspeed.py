@@ -170,7 +170,7 @@ def test_with_offload_to_nvme_a_step_that_deepspeed_skips_is_reported_and_counte
     assert watched[0]["watched_struck"]["incidents"] == [["nonfinite_undiagnosed", 0]]
     told = "\n".join(watched[0]["watched_struck"]["told"])
     assert "it offloads to NVMe; steps are watched, but not healed" in told
-    assert "1 of 4 steps are not in the weights" in told
+    assert "1 of 4 steps is not in the weights" in told
 
 
 @pytest.fixture(
