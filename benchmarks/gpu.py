@@ -44,6 +44,7 @@ PARTS = (
     "syncs",
     "overhead",
     "overhead_grpo",
+    "first_steps",
     "snapshots",
     "distributed",
     "limits_sft",

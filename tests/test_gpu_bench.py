@@ -30,6 +30,7 @@ QUICK = {
     "compile": "default",
     "syncs": "sft",
     "overhead": "0.5B",
+    "first_steps": "0.5B",
 }
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
