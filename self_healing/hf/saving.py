@@ -55,6 +55,8 @@ class SaveSchedule:
         self.writing = False
         self._on_schedule = self._held_back = False
         self._best_before: tuple[float | None, int | None] = (None, None)
+        # The newest that was logged.
+        self._training_loss: float | None = None
 
     def log_evaluate_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Wraps `_maybe_log_save_evaluate`, with which a step is over: asks for a checkpoint that is owed."""
@@ -77,6 +79,9 @@ class SaveSchedule:
         """Wraps `log`: adds metrics of ours."""
         with self._failsafe.contained():
             logs.update(self._hooks.metrics("loss" in logs, "train_runtime" in logs))
+            self._training_loss = logs.get("loss", self._training_loss)
+            if "eval_loss" in logs and self._training_loss is not None:
+                logs["healing/eval_gap"] = logs["eval_loss"] - self._training_loss
             if "train_runtime" in logs:
                 self._reentry.finalizing()
                 self._cover_the_whole_run(logs)

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from conftest import best_model_trainer, grpo_trainer, journal
 from typer.testing import CliRunner, Result
 
+from self_healing import SelfHealingCallback
 from self_healing.failures.recipes import Severity, Symptom
 from self_healing.healers.numerics.detectors.rules import (
     OBJECTIVES,
@@ -366,6 +368,9 @@ def of_one(metric: str, healthy: float, red: float, start: float | None = None) 
 
 EXAMPLES: dict[str, Example] = {
     "reward_stuck_at_zero": of_one("rewards/format_reward/mean", 0.2, 0.0),
+    "rewards_missing": of_one("rewards/sandbox/mean", 0.2, math.nan),
+    "reward_constant": Example(lambda log: {"reward": 0.3 + 0.1 * (log % 3)}, lambda log: {"reward": 0.25}, after=49),
+    "no_gradient": Example(lambda log: {"grad_norm": 0.4 * (log % 10 == 0)}, lambda log: {"grad_norm": 0.0}),
     "reward_std_zero": of_one("reward_std", 0.3, 0.0),
     "reward_std_mostly_zero": Example(
         lambda log: {"reward_std": 0.3 * (log % 2)}, lambda log: {"reward_std": 0.0 if log % 10 else 0.3}, after=9
@@ -382,7 +387,7 @@ EXAMPLES: dict[str, Example] = {
     "kl_high": of_one("kl", 0.3, 2.5),
     "kl_burst": levels({"kl": 0.05, "grad_norm": 0.1}, {"kl": 4.4, "grad_norm": 63.0}, {"kl": 0.05, "grad_norm": 0.1}),
     "clip_ratio_high": of_one("clip_ratio/region_mean", 0.05, 0.4),
-    "grad_norm_high": Example(lambda _: {"grad_norm": 0.5}, lambda log: {"grad_norm": 15.0 if log % 2 else 0.5}),
+    "grad_norm_high": Example(lambda _: {"grad_norm": 0.5}, lambda log: {"grad_norm": 0.5 if (log - 1) % 3 else 15.0}),
     "sampling_logp_difference": of_one("sampling/sampling_logp_difference/mean", 0.05, 1.5),
     "importance_ratio_near_zero": levels(
         # One masked sequence puts the minimum at 0: TRL's default mode does that in healthy runs.
@@ -391,11 +396,15 @@ EXAMPLES: dict[str, Example] = {
     ),
     "completions_grow_to_limit": of_one("completions/mean_length", 120.0, 250.0, start=120.0),
     "completions_clipped": of_one("completions/clipped_ratio", 0.2, 0.95),
-    "ebft_alignment_low": of_one("ebft/alignment", 0.5, 0.05),
+    "ebft_alignment_low": of_one("ebft/alignment", 0.5, 0.25),
     "ebft_diversity_collapse": of_one("ebft/diversity", 0.05, 1.2),
-    "ebft_cfm_loss_high": of_one("ebft/cfm_loss", 5.0, 150.0),
+    "ebft_cfm_loss_high": of_one("ebft/cfm_loss", 5.0, 15.0),
     "dpo_not_training": levels(
         {"loss": 0.6925, "rewards/margins": 0.001}, {"loss": round(LN2, 4), "rewards/margins": 0.0}
+    ),
+    "dpo_at_chance": Example(
+        lambda log: {"loss": 0.69 - 0.002 * log, "rewards/margins": log / 250, "rewards/accuracies": 0.5 + log / 500},
+        lambda log: {"loss": 0.6925, "rewards/margins": 0.002, "rewards/accuracies": 0.25 + 0.25 * (log % 3)},
     ),
     "likelihood_displacement": Example(
         lambda log: {"logps/chosen": -50.0 + 0.1 * log, "rewards/margins": 0.01 * log, "rewards/chosen": 0.001 * log},
@@ -412,6 +421,7 @@ EXAMPLES: dict[str, Example] = {
         lambda log: {"loss": 2.0 - 0.01 * log, "eval_loss": 1.5 + abs(log - 50) / 200},
         after=65,
     ),
+    "eval_gap": of_one("healing/eval_gap", 0.4, 2.1),
 }
 LIMITS = {"max_completion_length": 256}
 
@@ -497,3 +507,24 @@ def test_a_table_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
     result = run("--rules", str(tmp_path / "nowhere.toml"))
     assert result.exit_code == 2
     assert "nowhere.toml cannot be read" in result.stderr
+
+
+# ---- in a run ----
+
+
+def test_a_reward_function_that_gives_none_for_every_completion_is_reported(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = grpo_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], max_steps=6)
+    trainer.reward_funcs = [lambda completions, **_: [None] * len(completions)]
+    trainer.train()
+
+    found = journal(tmp_path, "detected")
+    assert [(event["symptom"], event["step"]) for event in found] == [("rule:rewards_missing", 5)]
+    assert "gives None or NaN for every completion" in found[0]["evidence"]["diagnosis"]
+
+
+def test_an_evaluation_logs_how_far_its_loss_is_from_that_of_training(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = best_model_trainer(tmp_path, tokenizer, SelfHealingCallback(), max_steps=2)
+    trainer.train()
+
+    training, evaluation = trainer.state.log_history[1:3]
+    assert evaluation["healing/eval_gap"] == evaluation["eval_loss"] - training["loss"]

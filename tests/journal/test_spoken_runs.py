@@ -140,13 +140,13 @@ TOO_SELDOM: list[tuple[Callable[..., Trainer], dict[str, Any], str]] = [
     (
         grpo_trainer,
         {"max_steps": 600, "logging_steps": 20},
-        "2 metric rules cannot fire: this run logs 30 times in 600 steps (reward_std_mostly_zero needs 40, "
-        "most_steps_without_signal needs 40)",
+        "3 metric rules cannot fire: this run logs 30 times in 600 steps (reward_std_mostly_zero needs 40, "
+        "most_steps_without_signal needs 40, reward_constant needs 50)",
     ),
     (
         grpo_trainer,
         {"max_steps": 100, "logging_steps": 500, "logging_first_step": True},
-        "15 metric rules cannot fire: this run logs 1 time in 100 steps (reward_stuck_at_zero needs 3, "
+        "16 metric rules cannot fire: this run logs 1 time in 100 steps (reward_stuck_at_zero needs 3, "
         "reward_std_zero needs 3, no_group_has_signal needs 3, ...)",
     ),
     *(

@@ -29,13 +29,15 @@ from ....system.files import KeepsState
 # ---- rule: one rule: which metric it watches, which conditions are a red flag, and what is to be done ----
 
 
-Relation = Literal["below", "above", "at_least", "at_most", "near", "rising", "falling", "flat"]
+Relation = Literal["below", "above", "at_least", "at_most", "near", "rising", "falling", "flat", "constant", "nan"]
 RuleAction = Literal["alert", "rollback", "stop"]
 
 # What a rule can be for: the objectives of TRL's trainers, EBFT, which is no objective of its own here, and the rest.
 OBJECTIVES = (*(objective.name for objective in BY_CLASS_NAME.values()), "ebft", "generic")
 
 TRENDS = ("rising", "falling", "flat")
+# What is known once there are as many logs as a window has.
+_OF_A_WINDOW = (*TRENDS, "constant")
 # Observations of a metric whose median is the run's own early level.
 EARLY = 10
 
@@ -54,12 +56,16 @@ class Condition:
 
     def __str__(self) -> str:
         bound = f"{self.value:g}"
-        if self.of in ("start", "lowest", "highest"):
+        if self.of == "then":
+            bound += " × what it was at the lowest"
+        elif self.of in ("start", "lowest", "highest"):
             bound += f" × its {'early level' if self.of == 'start' else self.of}"
         elif self.of:
             bound += f" × {self.of.removeprefix('args.')}"
         words = {
             "flat": f"changing by less than {bound} over {self.window} logs",
+            "constant": f"the same to {bound} over {self.window} logs",
+            "nan": "NaN",
             "rising": f"rising by at least {bound} over {self.window} logs",
             "falling": f"falling by at least {bound} over {self.window} logs",
             "near": f"at {bound} ± {self.tolerance:g}" if self.tolerance else f"at {bound}",
@@ -96,7 +102,7 @@ class MetricRule:
     @property
     def logs_needed(self) -> int:
         """Logs until it can report: a trend and an early level are not known before."""
-        trends = [part.window for part in self.red_flag if part.relation in TRENDS]
+        trends = [part.window for part in self.red_flag if part.relation in _OF_A_WINDOW]
         early = [EARLY for part in self.red_flag if part.of == "start"]
         return max([1, *trends, *early]) + self.observations - 1
 
@@ -175,8 +181,9 @@ CONDITION_KEYS: dict[str, _Check] = {
     "is": _choice(get_args(Relation)),
     "value": _number(""),
     "of": _text(
-        "'start', 'lowest', 'highest' or an argument of the trainer such as 'args.max_completion_length'",
-        r"start|lowest|highest|args\.\w+",
+        "'start', 'lowest', 'highest', 'then' (as it was when the rule's own metric was lowest) or an argument of the "
+        "trainer such as 'args.max_completion_length'",
+        r"start|lowest|highest|then|args\.\w+",
     ),
     "tolerance": _number(", at least 0", lambda value: value >= 0),
     "share": _number(" above 0 and at most 1", lambda value: 0 < value <= 1),
@@ -238,8 +245,7 @@ _STANDARD_ERRORS = 4.0
 class Series(KeepsState):
     """Remembers one metric: its newest value, the last ones, its early level and its range."""
 
-    # A series whose values were all NaN has no finite bounds to save.
-    _state = ("recent", "early", "lowest", "highest", "value", "log")
+    _state = ("recent", "early", "lowest", "highest", "value", "nan", "log")
 
     def __init__(self, window: int) -> None:
         self.recent: deque[float] = deque(maxlen=window)
@@ -247,11 +253,13 @@ class Series(KeepsState):
         self.value: float | None = None
         self.lowest: float | None = None
         self.highest: float | None = None
+        # Whether the newest was NaN, which is no value to any other condition.
+        self.nan = False
         self.log = 0
         self._start: float | None = None
 
     def add(self, value: float, log: int) -> None:
-        self.value, self.log = value, log
+        self.value, self.nan, self.log = value, False, log
         self.recent.append(value)
         if self.lowest is None or value < self.lowest:
             self.lowest = value
@@ -281,20 +289,28 @@ def finite_number(value: Any) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def bound_of(part: Condition, series: Series, limits: Mapping[str, float]) -> float | None:
+def bound_of(part: Condition, series: Series, limits: Mapping[str, float], then: float | None) -> float | None:
     if not part.of:
         return part.value
     argument = part.of.removeprefix("args.")
-    reference = series.level(part.of) if argument == part.of else limits.get(argument)
+    if part.of == "then":
+        reference = then
+    else:
+        reference = series.level(part.of) if argument == part.of else limits.get(argument)
     if reference is None:
         return None
     return part.value * (abs(reference) if part.relation in TRENDS else reference)
 
 
-def holds(part: Condition, series: Series, limits: Mapping[str, float]) -> bool:
-    bound = bound_of(part, series, limits)
+def holds(part: Condition, series: Series, limits: Mapping[str, float], then: float | None) -> bool:
+    if part.relation == "nan":
+        return series.nan
+    bound = bound_of(part, series, limits, then)
     if bound is None or series.value is None:
         return False
+    if part.relation == "constant":
+        window = list(series.recent)[-part.window :]
+        return len(window) == part.window and max(window) - min(window) <= bound
     if part.relation in TRENDS:
         return _moves(part, series.recent, bound)
     values = [series.value] if part.share is None else list(series.recent)[-part.window :]
@@ -353,9 +369,16 @@ class MetricRules:
             if name not in self._metrics:
                 self._metrics[name] = self._watched(name)
             metric, number = self._metrics[name], finite_number(value)
-            if metric is not None and number is not None:
-                metric[0].add(number, self._logs)
-                due.extend((name, track) for track in metric[1].values())
+            if metric is None:
+                continue
+            series, tracks = metric
+            if number is not None:
+                series.add(number, self._logs)
+                due.extend((name, track) for track in tracks.values())
+            elif value is None or (type(value) is float and math.isnan(value)):
+                # As None is how TRL logs it.
+                series.nan, series.log = True, self._logs
+                due.extend((name, track) for track in tracks.values() if track.rule.red_flag[0].relation == "nan")
         # Only now, so that the order of the metrics in the log does not matter.
         return [symptom for name, track in due if (symptom := self._judge(step, name, track)) is not None]
 
@@ -363,7 +386,7 @@ class MetricRules:
         """Finds the rules that read a metric not seen before."""
         watching = [rule for rule in self.rules if isinstance(name, str) and rule.matches(name)]
         windows = [
-            part.window if part.share is not None or part.relation in TRENDS else 0
+            part.window if part.share is not None or part.relation in _OF_A_WINDOW else 0
             for rule in self.rules
             for part in rule.red_flag
             if part.metric == name or (not part.metric and rule in watching)
@@ -381,14 +404,17 @@ class MetricRules:
             if metric is None or metric[0].log <= track.log:
                 return None
             read.append(metric[0])
-        red = all(map(holds, rule.red_flag, read, repeat(self.limits)))
+        watched = self._metrics[name]
+        if watched is not None and watched[0].value == watched[0].lowest:
+            track.then = {part.metric: series.value for part, series in zip(rule.red_flag, read, strict=True)}
+        then = [track.then.get(part.metric) for part in rule.red_flag]
+        red = all(map(holds, rule.red_flag, read, repeat(self.limits), then))
         if not track.extend(step, red, self._logs):
             return None
-        watched = self._metrics[name]
         evidence: dict[str, Any] = {
             "metric": name,
             "value": None if watched is None else watched[0].value,
-            "bound": bound_of(rule.red_flag[0], read[0], self.limits),
+            "bound": bound_of(rule.red_flag[0], read[0], self.limits, then[0]),
             "red_flag": rule.describe(),
             "healthy": rule.healthy,
             "since_step": track.since + 1,
@@ -429,7 +455,7 @@ class MetricRules:
 class _Track(KeepsState):
     """Counts for how long a rule's flag has been up, or down, for one metric."""
 
-    _state = ("red", "since", "count", "step", "log", "fired")
+    _state = ("red", "since", "count", "step", "log", "fired", "then")
 
     def __init__(self, rule: MetricRule) -> None:
         self.rule = rule
@@ -439,6 +465,8 @@ class _Track(KeepsState):
         self.step: int | None = None
         self.log = 0
         self.fired = False
+        # What the other metrics were when this one was lowest.
+        self.then: dict[str, float | None] = {}
 
     def extend(self, step: int, red: bool, log: int) -> bool:
         """Takes in one judgement, and returns whether the rule reports now."""
