@@ -281,8 +281,8 @@ class HealingConfig:
     )
     on_preemption: Annotated[Literal["save", "ignore"], Setting("restarts")] = setting(
         "save",
-        "What to do on SIGTERM or SIGUSR1: `save` finishes the step, writes a checkpoint and exits, `ignore` leaves "
-        "the signals alone.",
+        "What to do on SIGTERM, SIGUSR1 and, in a job of one process, a first Ctrl-C: `save` finishes the step, "
+        "writes a checkpoint and exits, `ignore` leaves the signals alone.",
     )
     preemption_deadline: Annotated[float, Setting("restarts", above=0)] = setting(
         30.0, "Seconds between the signal and the end of the process, at most."

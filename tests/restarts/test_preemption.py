@@ -37,7 +37,7 @@ from self_healing.run.record import ExitReason, RunRecord
 
 @pytest.fixture(autouse=True)
 def _signals_as_they_were() -> Iterator[None]:
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     yield
     after = {signum: signal.getsignal(signum) for signum in before}
     for signum, handler in before.items():
@@ -108,6 +108,52 @@ def test_at_the_deadline_the_process_ends_whatever_it_does(tmp_path: Path, start
     assert "within 3 s of SIGTERM" in event["why"]
     assert start(job, restarts=1, config={"preemption_deadline": 3.0}) == 0
     assert [event["path"] for event in journal(job, "checkpoint_chosen")] == [str(job / "checkpoint-4")]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_first_ctrl_c_finishes_the_step_and_saves_it(
+    tmp_path: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str], wrapped: bool
+) -> None:
+    plain = sft_trainer(tmp_path / "plain", tokenizer)
+    plain.train()
+    callbacks = [SignalAt(2, signal.SIGINT), *([] if wrapped else [SelfHealingCallback()])]
+    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=callbacks)
+    with pytest.raises(KeyboardInterrupt):
+        (SelfHealingTrainer(trainer) if wrapped else trainer).train()
+    told = capfd.readouterr().err
+    assert "Ctrl-C: the step is finished and saved first. Once more, and the run stops at once." in told
+    assert trainer.state.global_step == 3
+    (incident,) = journal(tmp_path / "run", "diagnosed")
+    assert (incident["failure"], incident["cause"]) == ("preempted", "Ctrl-C")
+
+    again = sft_trainer(tmp_path / "run", tokenizer)
+    SelfHealingTrainer(again).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert_same_weights(weights(again), weights(plain))
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, tokenizer: Any) -> None:
+    class Twice(SignalAt):
+        def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+            super().on_substep_end(*args, **kwargs)
+            super().on_substep_end(*args, **kwargs)
+
+    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[Twice(2, signal.SIGINT)])
+    with pytest.raises(KeyboardInterrupt):
+        SelfHealingTrainer(trainer).train()
+    assert trainer.state.global_step == 2
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_a_handler_of_ctrl_c_that_a_program_has_stays_its_own(tmp_path: Path, tokenizer: Any) -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda signum, frame: came.append(signum))
+    try:
+        trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SignalAt(2, signal.SIGINT)])
+        SelfHealingTrainer(trainer).train()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert came
+    assert trainer.state.global_step == 6
 
 
 def test_a_preempted_run_leaves_with_system_exit(tmp_path: Path, tokenizer: Any) -> None:

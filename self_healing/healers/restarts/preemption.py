@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: finish the step, save, exit."""
+"""SIGTERM, SIGUSR1 and the first Ctrl-C: finish the step, save, exit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from types import FrameType
@@ -19,7 +20,7 @@ from ...ranks.messages import Failure
 from ...run.record import ExitReason
 from ...run.run import Run
 from ...run.status import RunState
-from ...system.processes import EXIT_FOR_RESTART
+from ...system.processes import EXIT_FOR_RESTART, world_size
 from .attempts import Attempts
 
 
@@ -32,6 +33,7 @@ EXIT_CODES = {signal.SIGTERM: 128 + signal.SIGTERM}
 if hasattr(signal, "SIGUSR1"):
     # Not on Windows.
     EXIT_CODES[signal.SIGUSR1] = EXIT_FOR_RESTART
+_CTRL_C = "[self_healing] Ctrl-C: the step is finished and saved first. Once more, and the run stops at once."
 # How many times the longest save so far a save may take; seconds that the end of the process takes besides.
 _SLOWER_SAVE, _LEAVING = 2.0, 2.0
 # How often the thread that keeps the deadline looks whether a signal has come, in seconds.
@@ -39,7 +41,10 @@ _POLL = 0.2
 
 
 class Preemption:
-    """Has SIGTERM and SIGUSR1 end the run after the step, with a checkpoint, and within the deadline."""
+    """
+    Has SIGTERM, SIGUSR1 and, in a job of one process, a first Ctrl-C end the run after the step, with a checkpoint.
+    The signals set a deadline.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -61,7 +66,11 @@ class Preemption:
             logger.info("train() does not run in the main thread: SIGTERM and SIGUSR1 are left as they are.")
             return
         self._main, self._pid = threading.get_ident(), os.getpid()
-        self._earlier = {signum: signal.signal(signum, self._on_signal) for signum in EXIT_CODES}
+        taken = [*EXIT_CODES]
+        # Of several ranks the launcher is told, which goes on to end them all. A handler of the user's own stays.
+        if world_size() == 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            taken.append(signal.SIGINT)
+        self._earlier = {signum: signal.signal(signum, self._on_signal) for signum in taken}
         threading.Thread(target=self._keep_the_deadline, name="self_healing preemption", daemon=True).start()
 
     def release(self) -> None:
@@ -75,8 +84,9 @@ class Preemption:
 
     @property
     def exit_code(self) -> int:
-        """The process's exit code: 143 after SIGTERM, 75 after SIGUSR1."""
-        return EXIT_CODES[self._run.asked_to_leave or signal.SIGTERM]
+        """The process's exit code: 143 after SIGTERM, 75 after SIGUSR1, Python's own after Ctrl-C."""
+        asked = self._run.asked_to_leave or signal.SIGTERM
+        return EXIT_CODES.get(asked, 128 + asked)
 
     # ---- a signal comes ----
 
@@ -89,14 +99,21 @@ class Preemption:
             return
         attached, earlier = self._run.attached, self._earlier.get(signal.Signals(signum))
         left = not self._run.wrapped and (attached is None or not is_training(attached.trainer, frame))
+        if signum == signal.SIGINT and os.getpid() != self._pid:
+            # A terminal sends it to the workers of the data loader as well, which the step still needs.
+            return
         if left or os.getpid() != self._pid:
             # An exception has ended `train()` before it was watched; or a child was forked, with this handler.
             signal.signal(signum, signal.SIG_DFL if earlier is None else earlier)
             os.kill(os.getpid(), signum)
             return
+        if signum == signal.SIGINT:
+            self._interrupted()
+            return
         # Nothing is logged here, no thread is started and no lock is taken: the handler may have interrupted the very
         # code that holds it.
-        self._run.asked_to_leave = self._run.asked_to_leave or signal.Signals(signum)
+        if self._run.asked_to_leave in (None, signal.SIGINT):
+            self._run.asked_to_leave = signal.Signals(signum)
         # That of `enable_jit_checkpoint` of transformers promises the same: one is enough.
         just_in_time = type(getattr(earlier, "__self__", None)).__module__.endswith("trainer_jit_checkpoint")
         if callable(earlier) and not just_in_time:
@@ -104,6 +121,14 @@ class Preemption:
                 earlier(signum, frame)
             except BaseException as error:
                 self.raised = self.raised or error
+
+    def _interrupted(self) -> None:
+        if self._run.asked_to_leave is not None:
+            raise KeyboardInterrupt
+        self._run.asked_to_leave = signal.SIGINT
+        # What prints may be what is interrupted.
+        with contextlib.suppress(RuntimeError, OSError):
+            print(f"\n{_CTRL_C}", file=sys.stderr, flush=True)
 
     def _may_be_interrupted(self) -> bool:
         """Whether the step can be left where it is: only where `train()` is entered again is anything saved of it."""
@@ -114,7 +139,7 @@ class Preemption:
 
     def _keep_the_deadline(self) -> None:
         run, deadline = self._run, self._run.config.preemption_deadline
-        while run.asked_to_leave is None:
+        while run.asked_to_leave in (None, signal.SIGINT):
             if self._over.wait(_POLL):
                 return
         came = time.monotonic()
@@ -149,7 +174,9 @@ class Preemption:
     def leave(self, step: int, output_dir: str, checkpoint: str | None = None) -> NoReturn:
         """Ends the process; what there is to save is saved."""
         run, attempts = self._run, self._attempts
+        by_hand = run.asked_to_leave is signal.SIGINT
         name = "a signal to another process" if run.asked_to_leave is None else run.asked_to_leave.name
+        name = "Ctrl-C" if by_hand else name
         checkpoint = checkpoint or newest_checkpoint_of(run.run_id, output_dir)
         code, saved_at = self.exit_code, 0 if checkpoint is None else step_of(checkpoint, default=step)
         with run.incident(step, "preempted", {"signal": name}) as opened:
@@ -161,13 +188,15 @@ class Preemption:
         attempts.end(*self._ending(name))
         if run.status is not None:
             run.status.end(RunState.LEFT, step, name)
-        raise self.raised or SystemExit(code)
+        raise self.raised or (KeyboardInterrupt() if by_hand else SystemExit(code))
 
     def _ending(self, why: str) -> tuple[ExitReason, str]:
         """
         Tells a preemption from what a launcher sends to the processes that are left, once one of them has failed:
         that is an attempt without success, and is counted as one.
         """
+        if self._run.asked_to_leave is signal.SIGINT:
+            return ExitReason.INTERRUPTED, why
         first = self._run.ranks.first_failure()
         if first is None or first.failure is FailureType.PREEMPTED:
             return ExitReason.PREEMPTED, why
