@@ -419,11 +419,14 @@ def tell_start(run: Run, instrument: Instrument) -> None:
     """Says what is healed in a run, what is not, and where its journal is."""
     if run.journal.rank != 0:
         return
-    config = run.config
-    view = instrument.view
+    config, view, detectors = run.config, instrument.view, instrument.objective.detectors
     healed, off, needs_wrapper = list[str](), list[str](), list[str]()
     for what, setting, heals, where in _HEALED:
         value = getattr(config, setting)
+        if what == "divergence" and what not in detectors:
+            continue
+        if what == "spikes" and "gradient_spike" not in detectors:
+            what = "exploding gradients"
         if value not in heals:
             off.append(f"{what} ({setting}={value!r})")
         elif where == "wrapper" and not run.wrapped:

@@ -19,15 +19,9 @@ class Objective:
     detectors: frozenset[str] = frozenset()
 
 
-# Every other detector judges a logarithm or a ratio, and these need a loss that is positive.
-ANY_POSITIVE_LOSS = frozenset({"loss_spike", "divergence"})
-_OFFLINE = ANY_POSITIVE_LOSS | {
-    "co_spike",
-    "gradient_spike",
-    "gradient_explosion",
-    "vanishing_gradient",
-    "slow_rise",
-}
+# What may be judged whatever a loss means: gradients by the run's own, and one that is positive by its own course.
+_ANY_LOSS = frozenset({"loss_spike", "divergence", "gradient_spike", "gradient_explosion", "vanishing_gradient"})
+_OFFLINE = _ANY_LOSS | {"co_spike", "slow_rise"}
 # ln(vocabulary) bounds a mean cross-entropy per token, and nothing else; exactly 0 is wrong for it, and only for it.
 _CROSS_ENTROPY = _OFFLINE | {"above_chance", "never_learned", "dead_loss"}
 # Policy gradients: the loss is near 0 and has a sign, and a batch in which all rewards are equal has no gradient.
@@ -43,12 +37,12 @@ BY_CLASS_NAME = {
     "GRPOTrainer": Objective("grpo", online=True, detectors=_POLICY_GRADIENT),
     "RLOOTrainer": Objective("rloo", online=True, detectors=_POLICY_GRADIENT),
     "DistillationTrainer": Objective(
-        "distillation", online=True, detectors=ANY_POSITIVE_LOSS | {"gradient_explosion"}
+        "distillation", online=True, detectors=frozenset({"loss_spike", "divergence", "gradient_explosion"})
     ),
 }
 # The Trainer's own loss is most often a cross-entropy, but need not be: exactly 0 may be right for it.
 GENERIC = Objective("generic", detectors=_OFFLINE | {"above_chance", "never_learned"})
-UNKNOWN = Objective("unknown", detectors=ANY_POSITIVE_LOSS)
+UNKNOWN = Objective("unknown", detectors=_ANY_LOSS)
 
 
 # TRL 1.16, GRPOTrainer._compute_loss: the loss types that divide by `num_items_in_batch` of the generation batch.
@@ -66,8 +60,7 @@ def objective_of(trainer: Any) -> Objective:
             token_normalised = getattr(trainer, "loss_type", None) in _TOKEN_NORMALISED_GRPO
             objective = replace(objective, counts_own_tokens=token_normalised)
         if own_loss:
-            # What comes out may be anything; what stays true of it is what the safe subset judges.
-            objective = replace(objective, detectors=objective.detectors & ANY_POSITIVE_LOSS)
+            objective = replace(objective, detectors=objective.detectors & _ANY_LOSS)
         return objective
     return UNKNOWN if own_loss else GENERIC
 

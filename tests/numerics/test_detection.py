@@ -196,6 +196,27 @@ def test_an_explosion_in_the_first_steps_is_left_out(tmp_path: Path, tokenizer: 
     assert [event["action"] for event in journal(tmp_path, "action")] == ["skip_step"]
 
 
+def test_gradients_of_a_loss_of_the_users_own_are_judged_by_those_of_the_run(tmp_path: Path, tokenizer: Any) -> None:
+    def summed(outputs: Any, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+        # Its gradients are above the limit that is meant for a mean.
+        return 1e5 * outputs["logits"].float().logsumexp(-1).square().sum()
+
+    trainer = plain_trainer(
+        tmp_path,
+        tokenizer,
+        callbacks=[SelfHealingCallback()],
+        trainer_kwargs={"compute_loss_func": summed},
+        **{**STEADY, "learning_rate": 1e-7},
+    )
+    fault = GradientFault(trainer.model, lambda n: n == 41, value=1e12)
+    trainer.train()
+    assert fault.fired == 1
+    assert [event["symptom"] for event in journal(tmp_path, "detected")] == ["gradient_spike"]
+    assert [event["action"] for event in journal(tmp_path, "action")] == ["use_reexecuted_step"]
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert min(norms) > 1e4
+
+
 # ---- a run that does nothing ----
 
 
