@@ -222,9 +222,11 @@ class StepClipping(KeepsState):
         window.scale_gradients(factor)
 
     def metrics(self) -> dict[str, float]:
-        """What was seen since it was last asked for: largest z, and how many steps were clipped, and would be."""
+        """
+        What was seen since it was last asked for, where a step was clipped or would be: largest z, and how many steps.
+        """
         found: dict[str, float] = {}
-        if self._largest_z is not None:
+        if self._largest_z is not None and self._would_clip:
             found = {
                 "healing/zclip_z": self._largest_z,
                 "healing/zclip_clipped": float(self._clipped),
