@@ -108,6 +108,13 @@ def test_a_model_that_cannot_be_put_back_is_refused(tmp_path: Path, tokenizer: A
         SelfHealingTrainer(trainer).dry_run(1)
 
 
+def test_an_optimizer_that_steps_in_the_backward_pass_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer)
+    trainer.args.optim = "galore_adamw_layerwise"
+    with pytest.raises(ValueError, match="cannot undo what galore_adamw_layerwise updates in the backward pass"):
+        SelfHealingTrainer(trainer).dry_run(1)
+
+
 def test_it_says_what_is_wrong_with_the_training_rows_and_the_weights(tmp_path: Path, tokenizer: Any) -> None:
     model = tiny_model(tokenizer)
     torch.nn.init.zeros_(model.model.layers[0].mlp.down_proj.weight)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+from transformers.training_args import OptimizerNames
 
 from ..hf.state import discard_gradients, unwrap_optimizer
 from ..hf.trainer_state import STORES
@@ -84,6 +85,12 @@ def dry_run(trainer: Trainer, num_steps: int = 2) -> DryRunReport:
         raise ValueError(
             "A dry run cannot put back a model that FSDP or DeepSpeed has sharded. Please train a few steps of a "
             "trainer of their own instead: max_steps=2 and another output_dir."
+        )
+    optimizer = str(OptimizerNames(trainer.args.optim).value)
+    if "layerwise" in optimizer or "lomo" in optimizer:
+        raise ValueError(
+            f"A dry run cannot undo what {optimizer} updates in the backward pass. Please train a few steps "
+            "of a trainer of its own instead: max_steps=2 and another output_dir."
         )
     data, model = _inspected(trainer)
     clock = _Clock()

@@ -177,6 +177,13 @@ def _go_on(run: Run, first: bool, resumed_from: str | None, finite: bool) -> Non
     run.part(FinalSnapshot).left = False
     if instrument.view.only_watched is not None:
         logger.warning("%s; steps are watched, but not healed.", instrument.view.only_watched)
+    elif missing := instrument.view.not_in_optimizer:
+        logger.warning(
+            "%s in no optimizer, so nothing trains them: %s. Was the model changed after the optimizer was made? "
+            "Please let the Trainer make it, or give it all weights that are to be trained.",
+            f"{counted(len(missing), 'trainable tensor')} {'is' if len(missing) == 1 else 'are'}",
+            ", ".join([*missing[:_NAMED], *["..."][: len(missing) - _NAMED]]),
+        )
 
 
 def _healers_of(run: Run) -> Healers:
@@ -328,8 +335,10 @@ def end_run(run: Run, instrument: Instrument, step: int) -> None:
         run.dealing_with(run.stop_incident).close("reported")
         run.stop_incident = None
     movement = movement_of(instrument.trainer.state.log_history)
-    looked_at = run.config.on_nonfinite == "heal" or not instrument.view.can_recompute
-    weights = [] if looked_at else instrument.view.nonfinite_weights()[:5]
+    view = instrument.view
+    # Where steps are healed they have been looked at; where DeepSpeed's are watched, not all are on this rank.
+    looked_at = run.config.on_nonfinite == "heal" if view.can_recompute else view.under_deepspeed
+    weights = [] if looked_at else view.nonfinite_weights()[:5]
     run.journal.event(
         "run_ended",
         step,
@@ -438,7 +447,7 @@ def tell_start(run: Run, instrument: Instrument) -> None:
     if off:
         text += f"; not {', '.join(off)}"
     if not view.can_recompute:
-        text += f"; steps are only watched ({instrument.trainer.accelerator.distributed_type})"
+        text += "; steps are only watched"
     if needs_wrapper:
         text += f"; with SelfHealingTrainer also {', '.join(needs_wrapper)}"
     args = instrument.trainer.args

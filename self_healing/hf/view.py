@@ -37,22 +37,34 @@ class TrainerView:
         self.streams = isinstance(trainer.train_dataset, torch.utils.data.IterableDataset)
         kind, engine = trainer.accelerator.distributed_type, engine_of(trainer)
         self.under_deepspeed: bool = kind == DistributedType.DEEPSPEED
+        # Whether accelerate has sharded the weights in the way before FSDP2: parameters change with each forward.
+        self.has_flat_parameters: bool = kind == DistributedType.FSDP and not is_sharded(trainer.model)
         # Why steps are only watched, where they are; elsewhere they can be computed again.
         self.only_watched: str | None = None
         if kind in _OWN_BACKWARD:
             self.only_watched = f"{kind} runs the backward pass itself"
         elif self.under_deepspeed and (why := why_not_healed(engine)) is not None:
             self.only_watched = f"DeepSpeed runs the backward pass itself, and {why}"
+        # Trainable weights that are in no optimizer, by name; of some kinds, those are in it by another one.
+        self.not_in_optimizer = [] if self.under_deepspeed or self.has_flat_parameters else self._untrained(trainer)
+        trained = sum(each.requires_grad for each in trainer.model.parameters())
+        if getattr(trainer.accelerator, "has_lomo_optimizer", False):
+            self.only_watched = "The optimizer updates weights in the backward pass"
+        elif trained and len(self.not_in_optimizer) == trained:
+            self.only_watched = "No trainable weight is in the optimizer, which may update them in hooks of its own"
         self.can_recompute = self.only_watched is None
         self.zero = Zero(engine) if engine is not None and self.can_recompute else None
-        # Whether accelerate has sharded the weights in the way before FSDP2: parameters change with each forward.
-        self.has_flat_parameters: bool = kind == DistributedType.FSDP and not is_sharded(trainer.model)
         # Whether all ranks take part in each call of the model: accelerate has sharded its weights (FSDP, ZeRO-3), or
         # transformers has while it loaded them.
         gathers = engine is not None and bool(engine.zero_optimization_partition_weights())
         # The gradient norm that the Trainer clips to, or DeepSpeed by its own configuration; 0 if it does not.
         self.max_grad_norm = float((trainer.args.max_grad_norm if engine is None else engine.gradient_clipping()) or 0)
         self.sharded: bool = kind == DistributedType.FSDP or is_sharded(trainer.model) or gathers
+
+    def _untrained(self, trainer: Any) -> list[str]:
+        held = {id(each) for group in self._groups() for each in group["params"]}
+        named = trainer.model.named_parameters()
+        return [name for name, each in named if each.requires_grad and id(each) not in held]
 
     @property
     def step(self) -> int:

@@ -267,6 +267,21 @@ def test_a_preset_that_is_in_force_is_named(tmp_path: Path, tokenizer: Any) -> N
     assert said(healer.train)[0].startswith("[self_healing] on (preset aggressive): heals NaN/Inf")
 
 
+def test_trainable_weights_that_are_in_no_optimizer_are_named(tmp_path: Path, tokenizer: Any) -> None:
+    model = tiny_model(tokenizer)
+    some = [weight for name, weight in model.named_parameters() if "norm" not in name]
+    optimizers = {"optimizers": (torch.optim.AdamW(some), None)}
+    trainer = plain_trainer(
+        tmp_path, tokenizer, model=model, max_steps=1, callbacks=[SelfHealingCallback()], trainer_kwargs=optimizers
+    )
+    assert said(trainer.train)[0] == (
+        "[self_healing] 5 trainable tensors are in no optimizer, so nothing trains them: "
+        "model.layers.0.input_layernorm.weight, model.layers.0.post_attention_layernorm.weight, "
+        "model.layers.1.input_layernorm.weight, .... Was the model changed after the optimizer was made? Please let "
+        "the Trainer make it, or give it all weights that are to be trained."
+    )
+
+
 def test_a_second_callback_is_spoken_of_by_name(tmp_path: Path, tokenizer: Any) -> None:
     twice = [SelfHealingCallback(), SelfHealingCallback()]
     trainer = plain_trainer(tmp_path, tokenizer, max_steps=1, callbacks=twice)

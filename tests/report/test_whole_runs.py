@@ -20,9 +20,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import build_tokenizer, grpo_trainer, plain_trainer, sft_trainer, slowly
+from conftest import OutputFault, build_tokenizer, grpo_trainer, plain_trainer, sft_trainer, slowly, tiny_model
 from rich.console import Console
 from transformers import TrainerCallback
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from self_healing import HealingConfig, SelfHealingTrainer
 from self_healing.report.healing_report import HealingReport
@@ -85,10 +86,35 @@ def average_with_nan(directory: Path, tokenizer: Any) -> None:
     SelfHealingTrainer(trainer, HealingConfig(snapshot_interval=5)).train()
 
 
+def layerwise_with_nan(directory: Path, tokenizer: Any) -> None:
+    """As transformers does with GaLore: each weight is updated, and its gradient dropped, in the backward pass."""
+    model = tiny_model(tokenizer)
+    optimizers = {weight: torch.optim.AdamW([weight], lr=1e-3) for weight in model.parameters()}
+
+    def update(weight: torch.Tensor) -> None:
+        optimizers[weight].step()
+        optimizers[weight].zero_grad()
+
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(update)
+    dummy = LayerWiseDummyOptimizer(optimizer_dict=optimizers, lr=1e-3)
+    trainer = plain_trainer(
+        directory,
+        tokenizer,
+        model=model,
+        gradient_accumulation_steps=1,
+        max_steps=12,
+        trainer_kwargs={"optimizers": (dummy, torch.optim.lr_scheduler.LambdaLR(dummy, lambda step: 1.0))},
+    )
+    OutputFault(model, lambda forward: forward == 8)
+    SelfHealingTrainer(trainer).train()
+
+
 RUNS: dict[str, Callable[[Path, Any], None]] = {
     "learned_nothing": learned_nothing,
     "disk_full_to_the_end": disk_full_to_the_end,
     "average_with_nan": average_with_nan,
+    "layerwise_with_nan": layerwise_with_nan,
 }
 
 
@@ -148,7 +174,9 @@ def told(name: str, place: Path) -> str:
     return told_of(RUNS[name], place / "run", build_tokenizer())
 
 
-@pytest.mark.parametrize("name", ["learned_nothing", "average_with_nan", *slowly("disk_full_to_the_end")])
+@pytest.mark.parametrize(
+    "name", ["learned_nothing", "average_with_nan", "layerwise_with_nan", *slowly("disk_full_to_the_end")]
+)
 def test_a_whole_run_is_told_as_it_was_read_through(name: str, tmp_path: Path) -> None:
     assert told(name, tmp_path) == (EXPECTED / f"{name}.txt").read_text(encoding="utf-8")
 

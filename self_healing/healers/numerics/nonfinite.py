@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ...failures.recipes import FAILURE_RECIPES, THE_END, Action, Cause, FailureType, Given, Symptom
 from ...hf.state import nonfinite_copies
@@ -54,7 +54,9 @@ class NonfiniteHealer(NumericsHealer):
         if self.acts and self.config.on_nonfinite == "heal":
             diagnosis = diagnose(window, self.instrument, self.rollback.batches.healthy_inputs)
         else:
-            asked_for = {"on_nonfinite": self.config.on_nonfinite}
+            asked_for: dict[str, Any] = {"on_nonfinite": self.config.on_nonfinite}
+            if (watched := self.instrument.view.only_watched) is not None:
+                asked_for["remedy"] = f"{watched}: steps are not healed. Go back to a checkpoint from before this one."
             diagnosis = Diagnosis(FailureType.NONFINITE_UNDIAGNOSED, Cause.NOT_LOOKED_FOR, asked_for)
         if diagnosis.failure is FailureType.CORRUPTED_STATE:
             ranks = self.ranks_with(diagnosis.evidence["tensors"])
