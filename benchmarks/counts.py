@@ -44,8 +44,10 @@ from self_healing.journal import step_log  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "counts.json"
 # The first steps build things up: baselines, the optimizer's state.
 WARM, MEASURED = 40, 32
-# A snapshot is taken every so many steps, which are an epoch at accumulation 1. Operators are the same in each step.
+# A snapshot is taken every so many steps, which are an epoch at accumulation 1.
 PERIOD = 16
+# Operators are the same in each step: they are counted up to the end of an epoch.
+OPERATORS = 8
 
 READS_A_VALUE = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"}
 SHAPED_BY_VALUES = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_consecutive"}
@@ -139,11 +141,12 @@ class Steps(TrainerCallback):
 
 def run(kind: str, precision: str, accumulation: int, healed: bool, **settings: float) -> Steps:
     """
-    The counts of a run. A plain one needs no baselines, and its counts come again with each period, but where rows are
+    The counts of a run. A plain one needs no baselines, and its counts come again with each epoch, but where rows are
     generated: there no two steps are alike.
     """
     alike = not healed and kind != "grpo"
-    warm, calls = (WARM % PERIOD, PERIOD) if alike else (WARM, MEASURED)
+    epoch = PERIOD // accumulation
+    warm, calls, operators = (WARM % PERIOD, epoch, min(epoch, OPERATORS)) if alike else (WARM, MEASURED, OPERATORS)
     steps, arguments = Steps(warm, calls), dict[str, Any]()
     if precision == "lora":
         adapter = {"peft_config": LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])}
@@ -154,7 +157,7 @@ def run(kind: str, precision: str, accumulation: int, healed: bool, **settings: 
             build_tokenizer(),
             # The last callback: what ours does at the end of a step is counted to that step.
             callbacks=[*([SelfHealingCallback({"snapshot_interval": PERIOD, **settings})] if healed else []), steps],
-            max_steps=warm + calls + PERIOD,
+            max_steps=warm + calls + operators,
             gradient_accumulation_steps=accumulation,
             logging_steps=1000,
             save_strategy="no",
