@@ -33,7 +33,7 @@ from self_healing.journal import step_log  # noqa: E402
 
 
 PACKAGE = str(ROOT / "self_healing")
-STEPS, STRUCK = 16, 10
+WARM, STRUCK, STEPS = 4, 10, 12
 Walk = Counter[tuple[str, int, str]]
 
 
@@ -45,7 +45,8 @@ class Walks(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.walks.append(Counter())
-        sys.setprofile(self._seen)
+        if len(self.walks) > WARM:
+            sys.setprofile(self._seen)
 
     def _seen(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
@@ -54,7 +55,7 @@ class Walks(TrainerCallback):
 
 
 def walk(fault: Callable[[Any], object]) -> list[Walk]:
-    """The walks of a run, one for each step but the first."""
+    """The walks of the steps of a run, once it is warm."""
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
         walks = Walks()
         trainer = plain_trainer(
@@ -67,7 +68,7 @@ def walk(fault: Callable[[Any], object]) -> list[Walk]:
                 SelfHealingTrainer(trainer, config, sleep=lambda _: None).train()
         finally:
             sys.setprofile(None)
-    return walks.walks[:-1]
+    return walks.walks[WARM:-1]
 
 
 def out_of_memory() -> Exception:
@@ -95,7 +96,7 @@ def row_of(name: str) -> dict[str, Any]:
     """What one of the walks goes through."""
     walks = walk(FAULTS[name])
     # A healthy step is one without a snapshot; a struck one goes through the most.
-    chosen = min(walks[4:], key=Counter.total) if name == "healthy step" else max(walks[4:], key=len)
+    chosen = min(walks, key=Counter.total) if name == "healthy step" else max(walks, key=len)
     files = {file for file, _, _ in chosen}
     return {"walk": name, "functions": len(chosen), "files": len(files), "calls": chosen.total()}
 

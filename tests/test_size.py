@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import ast
 import importlib
-import io
 import sys
-import tokenize
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,8 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "self_healing"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 walks = importlib.import_module("walks")
-# A line that has only these is no line of code.
-_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+_DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 CODE_LINES = 26_780
 LINES = 38_080
@@ -54,27 +52,22 @@ def trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(text) for path, text in sources().items()}
 
 
-def docstring_lines(tree: ast.AST) -> set[int]:
-    found: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
-                found.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-    return found
+def lines_of(node: Any) -> range:
+    return range(node.lineno, node.end_lineno + 1)
 
 
 @cache
 def code_lines(path: Path) -> set[int]:
-    found: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(sources()[path]).readline):
-        if token.type not in _NO_CODE:
-            found.update(range(token.start[0], token.end[0] + 1))
-    return found - docstring_lines(trees()[path])
+    """What is not blank, and neither a comment nor a docstring; texts over several lines are code throughout."""
+    lines = enumerate((line.strip() for line in sources()[path].splitlines()), 1)
+    found = {number for number, line in lines if line and not line.startswith("#")}
+    docstrings: list[range] = []
+    for node in ast.walk(trees()[path]):
+        if isinstance(node, ast.Constant | ast.JoinedStr):
+            found.update(lines_of(node))
+        elif isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            docstrings.append(lines_of(node.body[0]))
+    return found.difference(*docstrings)
 
 
 def functions() -> Iterator[int]:
