@@ -24,7 +24,7 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 import accelerate.utils.imports
 import pytest
 import torch
-from forked import Forked
+from forked import Forked, fork_server
 from recorded_votes import RecordedVotes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -96,6 +96,12 @@ LONGEST = (
     *("test_rollback", "test_size", "test_learning_rate", "test_collectives", "test_poison", "test_exceptions"),
     *("test_faults_that_end_a_job", "test_ending_together", "test_faults_healed_in_place"),
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Not where others run the tests.
+    if config.getoption("dist", "no") == "no":
+        fork_server()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

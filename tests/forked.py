@@ -1,11 +1,15 @@
 """
 Scripts in processes of their own, forked from one that has imported everything: the ten seconds that imports take are
 spent once. Each dies like any process, and has the environment of the tests as they are when it is started.
+
+That process is itself forked from the one that runs the tests, before it has run any: from one that has trained, with
+its threads, nothing could be forked.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib
@@ -13,19 +17,21 @@ import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 HERE = Path(__file__).parent
-# What the scripts import, beside the builders.
-IMPORTED = ("conftest", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.profiler", "strategies")
+# What the scripts import, beside what tests do.
+IMPORTED = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.profiler", "strategies")
 _GLANCE = 0.02
 
 
@@ -65,31 +71,54 @@ class Forked:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-@functools.cache
-def _server() -> subprocess.Popen[str]:
-    """Ends by itself, with the process that has started it."""
-    return subprocess.Popen(
-        [sys.executable, __file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+_channel: IO[str] | None = None
+
+
+def fork_server() -> None:
+    """It ends by itself, with the process that has started it."""
+    global _channel
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        forget_pytest()
+        end_after(lambda: serve(theirs.makefile("rw")))
+    theirs.close()
+    _channel = ours.makefile("rw")
+
+
+def forget_pytest() -> None:
+    """Whatever it shows, catches and hands on of what is printed, logged or raised."""
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+    faulthandler.disable()
 
 
 def _ask(request: dict[str, Any]) -> Any:
-    server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    return json.loads(server.stdout.readline())
+    assert _channel is not None
+    _channel.write(json.dumps(request) + "\n")
+    _channel.flush()
+    return json.loads(_channel.readline())
 
 
-def serve() -> None:
-    """Answers each line of the input: with the id of a process it has started, or with how one has ended."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def serve(channel: IO[str]) -> None:
+    """Answers each line: with the id of a process it has started, or with how one has ended."""
+    for line in channel:
+        request = json.loads(line)
+        if "ended" in request:
+            pid, status = os.waitpid(request["ended"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            import_the_rest()
+            answer = os.fork()
+            if answer == 0:
+                _become(**request)
+        channel.write(f"{json.dumps(answer)}\n")
+        channel.flush()
+
+
+@functools.cache
+def import_the_rest() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     if find_spec("deepspeed") is not None:
@@ -98,17 +127,6 @@ def serve() -> None:
     # Nothing of what was imported is gone through, or copied, when a child collects its garbage.
     gc.collect()
     gc.freeze()
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "ended" in request:
-            pid, status = os.waitpid(request["ended"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
-        else:
-            answer = os.fork()
-            if answer == 0:
-                _become(**request)
-        answers.write(f"{json.dumps(answer)}\n")
-        answers.flush()
 
 
 def _become(arguments: list[str], environment: dict[str, str], out: str, err: str) -> None:
@@ -137,7 +155,3 @@ def end_after(run: Callable[[], Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-if __name__ == "__main__":
-    serve()
