@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from .config.schema import ConfigurationError
 from .failures.recipes import Action, HealingFailed, TrainingFault, UnrecoverableTrainingError
 from .healers.assembly import assemble, state_of
 from .healers.numerics.detectors.rules import MetricRule, load_rules
+from .healers.restarts.attempts import Attempts
 from .healers.restarts.ending import ending_the_job
 from .healers.restarts.preemption import Preemption
 from .healers.restarts.start import is_off, tell_of_unfinished
 from .healers.train_begin_end import (
     end_run,
     enter,
-    pause_speaking,
     start_speaking,
     stop_speaking,
 )
@@ -146,8 +147,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             if self.run is not None:
                 self.run.broken = True
         finally:
-            if self.run is not None:
-                pause_speaking(self.run)
+            if self.run is not None and self.run.terminal is not None:
+                # Until the next part of this `train()` call begins, which may never come.
+                self.run.terminal.stop()
         if fault is not None:
             raise fault.error
 
@@ -156,7 +158,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         adopted: Run | None = getattr(trainer, _RUN_ATTRIBUTE, None)
         if self.run is not None and self.run.attached is not None:
             self.run.attached.detach()
-        if self._is_second(trainer):
+        ours = (each for each in trainer.callback_handler.callbacks if isinstance(each, SelfHealingCallback))
+        if next(ours, self) is not self:
             with speaking_of(args):
                 logger.warning(
                     "The trainer has more than one SelfHealingCallback; only the first one heals. Please remove the "
@@ -179,8 +182,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             start_speaking(run, args.process_index)
             if resumed_from is None and args.process_index == 0:
                 tell_of_unfinished(str(args.output_dir), wrapped=False)
-        run.journal.notify = lambda incident: self._tell_callbacks(trainer, incident)
-        self._hide_own_files(args)
+        run.journal.notify = partial(self._tell_callbacks, trainer)
+        if not run.part(Attempts).entries:
+            self._hide_own_files(args)
         enter(run, trainer, self._rules, resumed_from, self._state_of(state))
         if adopted is None and args.auto_find_batch_size:
             logger.warning(
@@ -188,10 +192,6 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 "not be healed in place. Please set it to False, or train with SelfHealingTrainer(trainer).train(), "
                 "which sets it."
             )
-
-    def _is_second(self, trainer: Any) -> bool:
-        others = [each for each in trainer.callback_handler.callbacks if isinstance(each, SelfHealingCallback)]
-        return bool(others) and others[0] is not self
 
     def _state_of(self, state: Any) -> dict[str, Any] | None:
         """Gives the healing state in the checkpoint that a run goes on from."""

@@ -249,7 +249,8 @@ class SelfHealingTrainer:
         callback.off = True
         try:
             resume_from = resumed_without_healing(self.config, self.trainer.args, requested)
-            return self._enter(resume_from_checkpoint=resume_from, **kwargs)
+            output: TrainOutput = self.trainer.train(resume_from_checkpoint=resume_from, **kwargs)
+            return output
         finally:
             callback.off = False
 
@@ -282,13 +283,19 @@ class SelfHealingTrainer:
     # ---- entering train() ----
 
     def _enter_until_done(self, recovery: Recovery, resume_from: Any, kwargs: dict[str, Any]) -> TrainOutput:
+        run, attempts = recovery.run, recovery.run.part(Attempts)
         entry_rng = RandomState.capture(self.trainer.accelerator.device)
         while True:
+            memory = attempts.memory
+            loading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             try:
-                with entry_hooks_removed_on_exception(self.trainer), self._resuming(recovery.run, resume_from):
-                    return self._enter(resume_from_checkpoint=resume_from, **kwargs)
+                if memory is not None and memory.checkpoint == resume_from:
+                    loading = memory.loading(self.trainer, partial(note_memory_start, run.journal))
+                with entry_hooks_removed_on_exception(self.trainer), loading:
+                    output: TrainOutput = self.trainer.train(resume_from_checkpoint=resume_from, **kwargs)
+                    return output
             except StateUnusable as error:
-                resume_from = self._start_from_disk(recovery.run, error)
+                resume_from = self._start_from_disk(run, error)
                 entry_rng.restore()
                 continue
             except (UnrecoverableTrainingError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -300,14 +307,14 @@ class SelfHealingTrainer:
                     raise
                 release_frames(error)
             # Outside the handler: the exception and with it the failed step's activations are gone.
-            self._let_go(recovery.run)
+            self._let_go(run)
             let_go_of_engine(self.trainer)
             remove_progress_bars(self.trainer)
             recovery.prepare(entry)
             resume_from = entry.resume_from
             # Samplers and their seeds are made again on entry, some from the global generators.
             entry_rng.restore()
-            if recovery.run.part(Attempts).resume_point is not None:
+            if attempts.resume_point is not None:
                 # Evaluated at the start it has, or the resume point owes it; and what was trained on is skipped.
                 self.trainer.args.eval_on_start = self.trainer.args.ignore_data_skip = False
 
@@ -325,16 +332,6 @@ class SelfHealingTrainer:
         have_engine_made_again(self.trainer)
         go_on_from_disk(run, checkpoint, error)
         return checkpoint
-
-    def _enter(self, **kwargs: Any) -> TrainOutput:
-        output: TrainOutput = self.trainer.train(**kwargs)
-        return output
-
-    def _resuming(self, run: Run, resume: Any) -> contextlib.AbstractContextManager[None]:
-        memory = run.part(Attempts).memory
-        if memory is None or memory.checkpoint != resume:
-            return contextlib.nullcontext()
-        return memory.loading(self.trainer, partial(note_memory_start, run.journal))
 
     def _let_go(self, run: Run) -> None:
         """The trainer is itself again, and nothing holds on to the failed step."""
@@ -512,7 +509,10 @@ class Recovery:
         if not self.run.budget.spend(step):
             why = f"the budget of {self._config.max_recovery_attempts} attempts without progress is spent"
             self._stop(incident, failure, error, point, why)
-        incident.steps_repeated = 0 if unmoved else max(step - step_of(point, default=step), 0)
+        if not unmoved:
+            saved = self.run.part(Attempts).resume_point
+            goes_on_at = saved.step if saved is not None and saved.path == point else step_of(point, default=step)
+            incident.steps_repeated = max(step - goes_on_at, 0)
         self._carry_out(claim, point)
         incident.seconds_lost += time.perf_counter() - began
         self._entered_after = describe_exception(error)

@@ -229,15 +229,13 @@ class Recipe:
     severity: str
     references: tuple[str, ...] = ()
     rungs: tuple[Rung, ...] = field(init=False)
+    # The remedies on the ladder, in the order in which they are first tried.
+    actions: tuple[Action, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         rungs = tuple(each if isinstance(each, Rung) else Rung((each,)) for each in self.ladder)
         object.__setattr__(self, "rungs", rungs)
-
-    @property
-    def actions(self) -> tuple[Action, ...]:
-        """The remedies on the ladder, in the order in which they are first tried."""
-        return tuple(dict.fromkeys(action for rung in self.rungs for action in rung.actions))
+        object.__setattr__(self, "actions", tuple(dict.fromkeys(each for rung in rungs for each in rung.actions)))
 
     @property
     def reentry(self) -> Action | None:

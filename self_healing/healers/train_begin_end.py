@@ -84,8 +84,9 @@ def enter(
     # What a checkpoint holds was trained, by us or by somebody else; a run that is entered again goes on.
     instrument.optimizer_step.weights_moved |= moved
     _take_in(run, rules, resumed_from, saved)
-    run.rollback.states.prepare(instrument)
     first = run.part(Attempts).entries == 1
+    if first:
+        run.rollback.states.prepare(instrument)
     finite = not first or refuse_nonfinite_weights(run, resumed_from)
     if first:
         if not run.wrapped and resumed_from is not None:
@@ -123,18 +124,18 @@ def _take_in(run: Run, rules: Sequence[MetricRule], resumed_from: str | None, sa
 
 def _attach(run: Run, first: bool) -> None:
     """Attaches the instrument, and then what goes around it: what is attached later is called first."""
-    instrument, closing = run.instrument, ClosingReport(run)
-    run.add(closing)
-    if not run.wrapped:
-        # Last of all: what is taken off first may still write something down.
-        instrument.on_detach.insert(0, closing.write)
+    instrument = run.instrument
     instrument.attach()
     run.healers.attach(first=first)
     if first:
         refuse_wrong_sums(run)
     if run.wrapped:
+        # The wrapper guards trackers and Hub, and writes the report, from before `train()` to its very end.
         return
-    # The wrapper guards trackers and Hub from before `train()` to its very end.
+    closing = ClosingReport(run)
+    run.add(closing)
+    # Last of all: what is taken off first may still write something down.
+    instrument.on_detach.insert(0, closing.write)
     reporting = Reporting(run, closing.before_closing)
     instrument.on_detach.append(reporting.detach)
     reporting.attach(run.trainer)
@@ -402,15 +403,9 @@ _said_if_possible = contained(logger, "A line about the run as a whole could not
 
 @_said_if_possible
 def start_speaking(run: Run, rank: int) -> None:
-    """Has a terminal speak for one `train()` call: until [`pause_speaking`], and then inside of its parts."""
+    """Has a terminal speak for one `train()` call: while it begins, and then inside of its parts."""
     run.terminal = terminal = Terminal(rank)
     terminal.start()
-
-
-def pause_speaking(run: Run) -> None:
-    """Is silent until the next part of the `train()` call begins, which may never come."""
-    if run.terminal is not None:
-        run.terminal.stop()
 
 
 @_said_if_possible

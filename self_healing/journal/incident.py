@@ -267,7 +267,9 @@ _DONE: dict[str, str] = {
 
 def headline(incident: Incident, width: int) -> str:
     """Tells of an incident in one line: where, what, what was done, what it cost."""
-    seen, done = _printable(_seen(incident) + _on(incident.evidence.get("ranks"))), _done(incident.actions)
+    ranks = incident.evidence.get("ranks")
+    on = f" on rank{'s' * (len(ranks) > 1)} {_listed(ranks)}" if isinstance(ranks, list) and ranks else ""
+    seen, done = _printable(_seen(incident) + on), _done(incident.actions)
     before, after = f"step {incident.step}: ", f"; {_cost(incident)}"
     room = width - len(before) - len(" -> ") - len(after)
     # Half of it for each, unless the other one needs less.
@@ -300,11 +302,6 @@ def _seen(incident: Incident) -> str:
     if cause == Cause.POISON_ROWS and rows:
         return f"{seen}, poison row{'s' if len(rows) > 1 else ''} {_listed(rows)}"
     return f"{seen}, {_CAUSES.get(cause, cause)}"
-
-
-def _on(ranks: Any) -> str:
-    """Which ranks of several it was found on."""
-    return f" on rank{'s' * (len(ranks) > 1)} {_listed(ranks)}" if isinstance(ranks, list) and ranks else ""
 
 
 def _samples(samples: Any) -> str:

@@ -100,12 +100,9 @@ class Journal:
         self._tell_of(incident, "detected", symptom=symptom, evidence=incident.evidence)
         return incident
 
-    def _is_own(self, incident: Incident) -> bool:
-        """Whether this rank has had it; of one that it has taken up from the first rank, that one tells."""
-        return self.rank == 0 or incident.id.endswith(self._suffix)
-
     def _tell_of(self, incident: Incident, kind: str, step: int | None = None, **fields: Any) -> None:
-        if self._is_own(incident):
+        # Of one that it has taken up from the first rank, that one tells.
+        if self.rank == 0 or incident.id.endswith(self._suffix):
             self.event(kind, incident.step if step is None else step, incident=incident.id, **fields)
 
     def noticed(self, symptom: Symptom) -> None:
@@ -147,7 +144,17 @@ class Journal:
 
     def _report(self, incident: Incident) -> None:
         severity, text = incident.shown_severity, describe(incident)
-        self._log(incident, "error" if Action.STOP in incident.actions else severity)
+        shown = "error" if Action.STOP in incident.actions else severity
+        of_its_kind = " ".join([str(incident.failure), incident.symptom, *dict.fromkeys(incident.actions)])
+        # With the incident for handlers of the program's own, in values that JSON has as well. Never below WARNING,
+        # which is what Python shows by default: a run that was healed must not look untouched.
+        log_safely(
+            logger,
+            logging.ERROR if shown == "error" else logging.WARNING,
+            "%s",
+            headline(incident, HEADLINE_WIDTH),
+            extra={"incident": jsonable(incident.to_dict()), "severity": shown, "kind": of_its_kind},
+        )
         # For whoever wants to read it in the log; the journal has it all.
         log_safely(logger, logging.INFO, "%s", text)
         self.alert(f"self_healing: {incident.cause}", text, severity, incident.step)
@@ -178,18 +185,6 @@ class Journal:
         self.heard.append(incident)
         self._report(incident)
 
-    def _log(self, incident: Incident, severity: str) -> None:
-        """One line, with the incident for handlers of the program's own, in values that JSON has as well."""
-        of_its_kind = " ".join([str(incident.failure), incident.symptom, *dict.fromkeys(incident.actions)])
-        # Never below WARNING, which is what Python shows by default: a run that was healed must not look untouched.
-        log_safely(
-            logger,
-            logging.ERROR if severity == "error" else logging.WARNING,
-            "%s",
-            headline(incident, HEADLINE_WIDTH),
-            extra={"incident": jsonable(incident.to_dict()), "severity": severity, "kind": of_its_kind},
-        )
-
     def closed(self, incident: Incident, outcome: str, **evidence: Any) -> None:
         """Records the measured outcome."""
         incident.outcome = outcome
@@ -206,7 +201,7 @@ class Journal:
         self._record(incident)
 
     def _record(self, incident: Incident) -> None:
-        if self.rank > 0 and self._is_own(incident):
+        if self.rank > 0 and incident.id.endswith(self._suffix):
             self.tell(incident.to_dict)
         if self.changed is not None:
             self._contained("the record of the run", self.changed)

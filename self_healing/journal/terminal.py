@@ -114,7 +114,10 @@ class Terminal(logging.Handler):
         text += suffix
         if record.exc_info:
             text += "\n" + (self.formatter or _TRACEBACK).formatException(record.exc_info)
-        colour = _colour_of(record)
+        severity = getattr(record, "severity", None)
+        if severity is None and record.levelno >= logging.WARNING:
+            severity = "error" if record.levelno >= logging.ERROR else "warning"
+        colour = _COLOURS.get(str(severity))
         # https://no-color.org
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not _is_terminal(stream)
         if colour is not None and not plain:
@@ -193,13 +196,6 @@ def _clear_bars() -> None:
         for bar in list(getattr(tqdm, "_instances", ())):
             if not bar.disable:
                 bar.clear(nolock=True)
-
-
-def _colour_of(record: logging.LogRecord) -> str | None:
-    severity = getattr(record, "severity", None)
-    if severity is None and record.levelno >= logging.WARNING:
-        severity = "error" if record.levelno >= logging.ERROR else "warning"
-    return _COLOURS.get(str(severity))
 
 
 def _is_terminal(stream: TextIO) -> bool:

@@ -97,7 +97,7 @@ class TrustedStates:
     def prepare(self, instrument: Instrument) -> None:
         """Called as soon as the weights are known: a thread takes memory for the state that the run begins with."""
         view = instrument.view
-        if not self.attached and not self._on_disk_only and view.can_recompute:
+        if not self._on_disk_only and view.can_recompute:
             self.ring.reserve(size_of(view.live_state()), view.device)
 
     def begin(self, instrument: Instrument, cold: bool, learned: Any) -> None:
@@ -129,7 +129,9 @@ class TrustedStates:
     def _forget_beyond(self, step: int) -> None:
         """Forgets states and steps of a future that will be another one: the run goes on from an earlier step."""
         ring = self.ring
-        ring.discard()
+        if ring.candidate is not None and (ring.candidate.as_of > step or not ring.candidate.extras):
+            # Nothing is kept with one that was only set aside, for an experiment.
+            ring.discard()
         for ahead in [each for each in ring.trusted if each.as_of > step][:1]:
             ring.distrust(ahead)
         if ring.initial is not None and ring.initial.as_of > step:

@@ -59,7 +59,9 @@ class HangWatch(Healer):
         """Watches this `train()` call, until the instrument is detached."""
         run, instrument = self._run, self._run.instrument
         self._watchdog.start()
-        self.listen()
+        if first:
+            # Only a run of one process enters again.
+            self.listen()
         # Undone last to first: it stays known where this rank is until the others have been told that it leaves.
         instrument.on_detach.append(self._watchdog.stop)
         instrument.on_detach.append(self._detached)
