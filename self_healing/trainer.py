@@ -64,7 +64,7 @@ from .journal.terminal import Terminal, speaking_of
 from .ranks import votes
 from .ranks.votes import meet
 from .report.healing_report import HealingReport
-from .report.output import ClosingReport
+from .report.output import write_closing_report
 from .rollback.shared_memory import StateUnusable
 from .run.healer import Claim, HealingContext, claim_by_recipe
 from .run.record import RunRecord
@@ -200,8 +200,7 @@ class SelfHealingTrainer:
             run, start = self._open_run(requested)
         left_by: BaseException | None = None
         theirs = args.eval_on_start, args.ignore_data_skip
-        closing = ClosingReport(run)
-        reporting = Reporting(run, closing.before_closing)
+        reporting = Reporting(run)
         try:
             # First: from here on the others learn in seconds of what ends this rank.
             with contained(logger, _LEFT):
@@ -232,7 +231,7 @@ class SelfHealingTrainer:
                 partial(self._release_states, run),
                 reporting.detach,
                 run.part(HangWatch).close,
-                closing.write,
+                partial(write_closing_report, run),
                 partial(tell_end, run, left_by),
             ):
                 with contained(logger, _LEFT):

@@ -428,11 +428,8 @@ class _Service:
 class Reporting:
     """Keeps what trackers and the Hub raise away from training, on which nothing of it depends."""
 
-    def __init__(
-        self, run: Run, before_closing: Callable[[TrainerCallback], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
         self._run = run
-        self._before_closing = before_closing
         self._clock = clock
         self._trainer: Any = None
         self._replaced = Replacements()
@@ -451,7 +448,8 @@ class Reporting:
         for callback in trainer.callback_handler.callbacks:
             if is_tracker(callback):
                 for event in events_of(callback):
-                    self._guard(callback, event, type(callback).__name__)
+                    guarded = functools.partial(self._guarded, type(callback).__name__)
+                    self._replaced.wrap(callback, event, guarded)
         if trainer.args.push_to_hub:
             wrap_pushes(self._replaced, trainer, self._push)
 
@@ -473,14 +471,6 @@ class Reporting:
     @property
     def _step(self) -> int:
         return int(self._trainer.state.global_step)
-
-    def _guard(self, callback: TrainerCallback, event: str, service: str) -> None:
-        def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if event == "on_train_end":
-                self._before_closing(callback)
-            return self._guarded(service, original, *args, **kwargs)
-
-        self._replaced.wrap(callback, event, guarded)
 
     def _guarded(self, service: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # A client that fails may have drawn the jitter of its own retries from the run's generators.

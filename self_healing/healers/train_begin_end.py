@@ -26,7 +26,7 @@ from ..hf.trainer_state import save_generated
 from ..journal.incident import Incident, counted, lost_steps
 from ..journal.terminal import Terminal, announce
 from ..ranks import votes
-from ..report.output import ClosingReport
+from ..report.output import write_closing_report
 from ..report.verdict import movement_of
 from ..run.healer import Healer, Healers
 from ..run.run import REFUND_STEPS, Run
@@ -132,11 +132,9 @@ def _attach(run: Run, first: bool) -> None:
     if run.wrapped:
         # The wrapper guards trackers and Hub, and writes the report, from before `train()` to its very end.
         return
-    closing = ClosingReport(run)
-    run.add(closing)
     # Last of all: what is taken off first may still write something down.
-    instrument.on_detach.insert(0, closing.write)
-    reporting = Reporting(run, closing.before_closing)
+    instrument.on_detach.insert(0, partial(write_closing_report, run))
+    reporting = Reporting(run)
     instrument.on_detach.append(reporting.detach)
     reporting.attach(run.trainer)
     if run.config.on_preemption == "save":
@@ -611,7 +609,7 @@ class RunEvents(Healer):
             # Nothing else says that `train()` is over.
             run.attached.detach()
             # The trainer may have been given back, and the report written, before it was known how the run ends.
-            run.part(ClosingReport).write()
+            write_closing_report(run)
 
     def broken(self, error: Exception) -> None:
         run = self._run

@@ -1,16 +1,13 @@
-"""Where a report goes: the terminal, `report.json` and `agent.md` beside the journal, and the trackers of a run."""
+"""Where a report goes: the terminal, and `report.json` and `agent.md` beside the journal."""
 
 from __future__ import annotations
 
-import html
 import json
 import logging
 import shlex
-import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -27,7 +24,6 @@ from .records import (
     IncidentStory,
     NextStep,
     RunReport,
-    State,
     duration,
     goodput_line,
     headline,
@@ -36,7 +32,6 @@ from .records import (
     size,
     spoken,
 )
-from .verdict import movement_of
 
 
 if TYPE_CHECKING:
@@ -55,10 +50,6 @@ _VERDICT_STYLES = {"good": "green", "look first": "yellow", "do not use": "bold 
 LINES = 60
 _INCIDENTS, _CHECKPOINTS, _STEPS, _ROWS, _PROCESSES = 12, 5, 6, 5, 4
 _WIDTH = 400
-
-TAG, PAGE_TAG = "self_healing/report", "self_healing/page"
-# What transformers' callbacks plot everything over.
-_STEP = "train/global_step"
 
 
 # ---- in the terminal ----
@@ -259,51 +250,15 @@ def _newest_numbers(kept: Entry) -> Iterable[str]:
     yield f"- newest numbers: {', '.join(shown)}"
 
 
-# ---- at the end of a run: files and trackers ----
+# ---- at the end of a run ----
 
 
-class ClosingReport:
-    """
-    Writes `report.json` and `agent.md` when `train()` is left, and logs the same to trackers as long as they are open:
-    most close at the end of training, before everything is known, and stay open where an exception ends it.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._told: set[int] = set()
-
-    def before_closing(self, tracker: Any) -> None:
-        """Logs to a tracker (the callback of transformers) that is about to close, after the last step."""
-        journal, state = self._run.journal, self._run.trainer.state
-        if journal.rank > 0:
-            return
-        step, of, ended = int(state.global_step), int(state.max_steps), None
-        if 0 < of <= step:
-            # Not written down yet.
-            told = f"The run came to its end at step {step} of {of}."
-            last = {"learned": movement_of(state.log_history)}
-            ended = State("ended", step, of, time.time(), told=told), last
-        self._log(tracker, lambda: read_run(journal.directory, journal.run_id, ended=ended))
-
-    def write(self) -> None:
-        """Writes the files, and logs to the trackers that are open still."""
-        run, journal = self._run, self._run.journal
-        report = None if journal.rank > 0 else write_report_files(journal.directory, journal.run_id)
-        if report is None:
-            return
-        if report.state.name == "ended" and report.verdict is not None:
-            run.verdict, run.doubtful = str(report.verdict), report.verdict.name != "good"
-        if report.state.name not in ("running", "ended"):
-            for callback in run.trainer.callback_handler.callbacks:
-                self._log(callback, lambda: report)
-
-    def _log(self, tracker: Any, read: Callable[[], RunReport]) -> None:
-        try:
-            if id(tracker) not in self._told and log_to_tracker(tracker, read()):
-                self._told.add(id(tracker))
-        except Exception:
-            # No incident: the run has lost nothing, and the report is on disk.
-            logger.warning("The report could not be logged to %s.", type(tracker).__name__, exc_info=True)
+def write_closing_report(run: Run) -> None:
+    """Writes `report.json` and `agent.md` when `train()` is left, and keeps the verdict for the last line."""
+    journal = run.journal
+    report = None if journal.rank > 0 else write_report_files(journal.directory, journal.run_id)
+    if report is not None and report.state.name == "ended" and report.verdict is not None:
+        run.verdict, run.doubtful = str(report.verdict), report.verdict.name != "good"
 
 
 def write_report_files(directory: Path, run: str) -> RunReport | None:
@@ -324,36 +279,3 @@ def write_report_files(directory: Path, run: str) -> RunReport | None:
         logger.warning("The report of run %s in %s could not be written.", run, directory, exc_info=True)
         return None
     return report
-
-
-def log_to_tracker(tracker: Any, report: RunReport) -> bool:
-    """
-    Logs a report to one tracker, told by the callback that transformers has for it, without importing any of them:
-    whether it was, as the tracker is known and open.
-    """
-    names, step = {each.__name__ for each in type(tracker).__mro__}, report.state.step
-    if "TensorBoardCallback" in names and (writer := getattr(tracker, "tb_writer", None)) is not None:
-        # Shown as Markdown.
-        writer.add_text(TAG, briefing_of(report), step)
-        writer.flush()
-        return True
-    if "WandbCallback" in names and (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
-        # Its media are tables, pictures and HTML: a text of several lines is shown as it is by the last.
-        wandb.run.log({TAG: wandb.Html(f"<pre>{html.escape(briefing_of(report))}</pre>"), _STEP: step})
-        return True
-    if "TrackioCallback" in names and (trackio := sys.modules.get("trackio")) is not None:
-        return _log_to_trackio(trackio, report, step)
-    return False
-
-
-def _log_to_trackio(trackio: Any, report: RunReport, step: int) -> bool:
-    if (run := trackio.context_vars.current_run.get()) is None:
-        return False
-    told = {TAG: trackio.Markdown(briefing_of(report)), _STEP: step}
-    # Since trackio 0.34.0 (gradio-app/trackio#652).
-    if hasattr(trackio, "Html"):
-        from .page.rendering import page_of
-
-        told[PAGE_TAG] = trackio.Html(page_of(report), inject=False)
-    run.log(told)
-    return True

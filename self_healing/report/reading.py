@@ -45,12 +45,7 @@ _FILES = {
 }
 
 
-def read_run(
-    directory: str | Path,
-    run: str | None = None,
-    charts: bool = True,
-    ended: tuple[State, Mapping[str, Any]] | None = None,
-) -> RunReport:
+def read_run(directory: str | Path, run: str | None = None, charts: bool = True) -> RunReport:
     """
     Reads all that is known of a run.
 
@@ -62,8 +57,6 @@ def read_run(
             newest.
         charts (`bool`, *optional*, defaults to `True`):
             Whether to read what can be drawn.
-        ended (`tuple`, *optional*):
-            Of a run whose end is not written down yet: its state, and what the event of it will say.
 
     Returns:
         [`RunReport`]
@@ -73,7 +66,7 @@ def read_run(
         ValueError: If the file is no journal, or there is no such run, or more than one.
     """
     journals = read_journals(directory)
-    return _Reader(journals, Path(directory), _chosen(journals, run)).read(charts, ended)
+    return _Reader(journals, Path(directory), _chosen(journals, run)).read(charts)
 
 
 def _chosen(journals: Journals, run: str | None) -> str:
@@ -104,13 +97,13 @@ class _Reader:
         self.record = self._find_record()
         self.rows, self.about = read_steps(self.directory, run, self.remarks)
 
-    def read(self, charts: bool, ended: tuple[State, Mapping[str, Any]] | None) -> RunReport:
+    def read(self, charts: bool) -> RunReport:
         started = self.started[-1] if self.started else {}
         places = Places(self.directory, self.output_dir, started.get("output_dir"))
         quarantine = self._quarantine()
         incidents = tell_incidents(self.events, places, quarantine)
         last: Mapping[str, Any] = next((each for each in reversed(self.events) if each["kind"] == "run_ended"), {})
-        state, last = ended or (self._state(), last)
+        state = self._state()
         attempts = self._attempts(state)
         until = self.now if state.name == "running" else state.since
         checkpoints = [_checkpoint(each, self.output_dir, self.run) for each in checkpoints_in(self.output_dir)]

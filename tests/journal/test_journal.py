@@ -60,7 +60,7 @@ Path(sys.argv[1], "read_back.json").write_text(json.dumps({"logs": logs, "alerts
 
 
 @pytest.mark.slow
-def test_trackio_shows_the_metrics_the_alert_and_the_report(tmp_path: Path) -> None:
+def test_trackio_shows_the_metrics_and_the_alert(tmp_path: Path) -> None:
     # In a process of its own: trackio takes its directory from the environment when it is imported.
     environment = {
         **os.environ,
@@ -74,13 +74,6 @@ def test_trackio_shows_the_metrics_the_alert_and_the_report(tmp_path: Path) -> N
     assert alert["title"] == "self_healing: transient"
     assert "no step lost" in alert["text"]
     assert alert["step"] == 2
-    (report,) = (entry for entry in read_back["logs"] if "self_healing/report" in entry)
-    assert report["train/global_step"] == 6
-    assert report["self_healing/report"]["_type"] == "trackio.markdown"
-    assert "ended, step 6 of 6; 1 incident" in report["self_healing/report"]["_value"]
-    assert report["self_healing/page"]["_type"] == "trackio.html"
-    (page,) = (tmp_path / "trackio").rglob("*.html")
-    assert "The run came to its end at step 6 of 6." in page.read_text()
 
 
 def test_callbacks_that_listen_are_told(tmp_path: Path, tokenizer: Any) -> None:

@@ -1,11 +1,9 @@
-"""Where `train()` is left, the report is written beside the journal, and the trackers that are open have it."""
+"""Where `train()` is left, the report is written beside the journal; trackers have the metrics."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +11,6 @@ from conftest import OutputFault, sft_trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from self_healing import SelfHealingCallback
-from self_healing.report.output import TAG, log_to_tracker
-from self_healing.report.records import RunReport, State
 from self_healing.system.files import own_patterns
 
 
@@ -48,39 +44,10 @@ def test_files_that_are_not_ours_stay(tmp_path: Path, tokenizer: Any) -> None:
 # ---- trackers ----
 
 
-def texts_in(directory: Path) -> list[Any]:
-    events = EventAccumulator(str(directory), size_guidance={"tensors": 0}).Reload()
-    tag = f"{TAG}/text_summary"
-    return events.Tensors(tag) if tag in events.Tags()["tensors"] else []
-
-
-def test_tensorboard_has_the_metrics_and_the_report(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_has_the_metrics(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
     trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SelfHealingCallback()], report_to=["tensorboard"])
     OutputFault(trainer.model, strike=lambda number: number == 5)
     trainer.train()
     events = EventAccumulator(str(tmp_path / "board")).Reload()
     assert next((each.step, each.value) for each in events.Scalars("train/healing/incidents")) == (3, 1.0)
-    (report,) = texts_in(tmp_path / "board")
-    text = report.tensor_proto.string_val[0].decode()
-    assert report.step == 6
-    assert "ended, step 6 of 6; 1 incident" in text
-
-
-class WandbCallback:
-    """Bears the name of the one in transformers."""
-
-
-def test_wandb_is_told_through_its_public_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[dict[str, Any]] = []
-    run = SimpleNamespace(log=logged.append)
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run, Html=str))  # type: ignore[arg-type]
-    report = RunReport("a<b", str(tmp_path), str(tmp_path), 0.0, State("ended", 3))
-    assert log_to_tracker(WandbCallback(), report)
-    assert logged[0]["train/global_step"] == 3
-    assert "Run a&lt;b: ended" in logged[0][TAG]
-    run_is_over = SimpleNamespace(run=None, Html=str)
-    monkeypatch.setitem(sys.modules, "wandb", run_is_over)  # type: ignore[arg-type]
-    assert not log_to_tracker(WandbCallback(), report)

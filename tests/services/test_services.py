@@ -483,7 +483,7 @@ class Tracked:
         self.now, self.waits, self.calls = 0.0, list[float](), 0
         self.fails, self.takes = True, 0.0
         run = assemble(HealingConfig(), directory, sleep=self.waits.append)
-        self.reporting = Reporting(run, lambda tracker: None, clock=lambda: self.now)
+        self.reporting = Reporting(run, clock=lambda: self.now)
         self.incidents = run.journal.incidents
 
     def _send(self) -> str:
