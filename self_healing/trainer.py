@@ -455,7 +455,7 @@ class Recovery:
         if entry.wait:
             run.remedies.apply(Action.WAIT_AND_RESUME, HealingContext(incident), self._trainer.args)
             if run.asked_to_leave is not None:
-                run.part(Preemption).leave(self._step, self._output_dir)
+                run.part(Preemption).leave(self._ending.step, self._ending.output_dir)
         opened.done()
 
     # ---- whose it is, and what cures it ----
@@ -488,7 +488,7 @@ class Recovery:
         return None
 
     def _plan(self, error: BaseException, failure: FailureType, resume_from: Any) -> NextEntry | None:
-        began, step = time.perf_counter(), self._step
+        began, step = time.perf_counter(), self._ending.step
         claim = self._first_claim(error)
         incident = self._opened(error, failure) if claim is None else claim.incident
         several = processes.world_size() > 1
@@ -530,7 +530,7 @@ class Recovery:
         evidence = {"message": text_of(error)[:500]}
         if isinstance(error, HealingFailed):
             evidence["remedy"] = error.remedy
-        incident = journal.open(self._step, type(error).__name__, evidence)
+        incident = journal.open(self._ending.step, type(error).__name__, evidence)
         journal.diagnosed(incident, failure, failure.value.replace("_", " "), {})
         return incident
 
@@ -558,7 +558,7 @@ class Recovery:
         context = HealingContext(incident, instrument, error=error)
         saved = run.remedies.apply(Action.EMERGENCY_CHECKPOINT, context, self._trainer.args)
         if saved["checkpoint"] is None and not unmoved:
-            return newest_checkpoint_of(run.run_id, self._output_dir) or run.part(Attempts).first_resume, False
+            return newest_checkpoint_of(run.run_id, self._ending.output_dir) or run.part(Attempts).first_resume, False
         return saved["checkpoint"], unmoved
 
     # ---- the run ends ----
@@ -567,7 +567,7 @@ class Recovery:
         advice = self._ending.stop_for_exception(incident, failure, error, point)
         path = self.run.part(Attempts).postmortem
         raise UnrecoverableTrainingError(
-            f"Training stopped at step {self._step}: {describe_exception(error)}; {why}. "
+            f"Training stopped at step {self._ending.step}: {describe_exception(error)}; {why}. "
             f"What to do: {advice} Postmortem: {path or 'could not be written'}.",
             failure=failure,
             postmortem=path,
@@ -579,15 +579,7 @@ class Recovery:
         if run.attached is not None and processes.world_size() == 1:
             try:
                 point = save_emergency_checkpoint(run)
-                path = None if point is None else publish(point.path, self._output_dir)
+                path = None if point is None else publish(point.path, self._ending.output_dir)
             except Exception:
                 logger.warning("The state before the interrupted step could not be saved.", exc_info=error)
-        run.part(Preemption).leave(self._step, self._output_dir, path)
-
-    @property
-    def _step(self) -> int:
-        return int(self._trainer.state.global_step)
-
-    @property
-    def _output_dir(self) -> str:
-        return str(self._trainer.args.output_dir)
+        run.part(Preemption).leave(self._ending.step, self._ending.output_dir, path)

@@ -61,7 +61,8 @@ class RunCheckpoints:
     def __init__(self, config: HealingConfig, journal: Journal) -> None:
         self._config = config
         self._journal = journal
-        self._output_dir = Path()
+        # And where the last good ones are kept.
+        self._output_dir = self.directory = Path()
         self._device = torch.device("cpu")
         self._resumed_from: str | None = None
         # Whether this rank follows them, and how many verified ones are kept.
@@ -82,7 +83,7 @@ class RunCheckpoints:
     def begin(self, args: Any, resumed_from: str | None, step: int, finite: bool) -> None:
         """Begins to follow them, the one it was resumed from first, when `train()` is entered for the first time."""
         self._output_dir, self._device = Path(os.path.abspath(args.output_dir)), args.device
-        self._resumed_from = resumed_from
+        self.directory, self._resumed_from = self._output_dir / PINNED_DIR, resumed_from
         self._follows = args.should_save and processes.is_first_rank()
         if not self._follows:
             return
@@ -92,11 +93,6 @@ class RunCheckpoints:
             logger.info("upload_healing_files=True: verified checkpoints are not kept, or all of them were uploaded.")
         if resumed_from is not None and Path(resumed_from).resolve().is_relative_to(self._output_dir.resolve()):
             self._follow(Path(resumed_from), step, finite)
-
-    @property
-    def directory(self) -> Path:
-        """Where the last good ones are kept."""
-        return self._output_dir / PINNED_DIR
 
     # ---- saving ----
 

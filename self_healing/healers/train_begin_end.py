@@ -172,7 +172,7 @@ def _go_on(run: Run, first: bool, resumed_from: str | None, finite: bool) -> Non
     on_disk = None if attempts.in_memory(resumed_from) else resumed_from
     if resumed_from is not None and first:
         warn_about_the_rate(instrument, on_disk)
-    run.rollback.begin(instrument, not numerics.warm, on_disk, finite)
+    run.rollback.states.begin(instrument, not numerics.warm, run.rollback.learned, on_disk, finite)
     run.part(FinalSnapshot).left = False
     if instrument.view.only_watched is not None:
         logger.warning("%s; steps are watched, but not healed.", instrument.view.only_watched)
@@ -599,10 +599,10 @@ class RunEvents(Healer):
 
     def left_by(self, error: BaseException) -> None:
         run = self._run
-        # The wrapper's outlives the call, and speaks of what becomes of the exception.
-        stop_speaking(run, error)
         if run.wrapped:
+            # It outlives the call, and speaks of what becomes of the exception.
             return
+        stop_speaking(run, error)
         if run.status is not None and not run.broken:
             run.status.end(RunState.STOPPED, run.step, describe_exception(error))
         if run.attached is not None:

@@ -163,10 +163,6 @@ class SnapshotRing:
         if len(self.trusted) > self.generations:
             self._retire(self.trusted.pop(0))
 
-    def begin_with_candidate(self) -> None:
-        """Keeps the candidate as the state the run began with."""
-        self.initial, self.candidate = self.candidate, None
-
     def forget_initial(self) -> None:
         """Gives the memory of the state the run began with to later ones."""
         if self.initial is not None and self.trusted:

@@ -14,7 +14,6 @@ from ..checkpoints.retention import RunCheckpoints
 from ..config.healing_config import HealingConfig
 from ..failures.classify import classify_exception, describe_exception
 from ..failures.recipes import FailureType, Target, TrainingFault
-from ..hf.adapter import Instrument
 from ..hf.memory import is_out_of_memory, release_frames, retry_after_freeing
 from ..hf.objective import StepSignals
 from ..hf.state import optimizer_in_training_mode, reload_checkpoint
@@ -74,29 +73,16 @@ class Rollback:
         # to `recall()` that.
         self.learned: Any = None
         self.copies_in_doubt = False
+        self.begin_anew()
+
+    def begin_anew(self, shared: SharedStates | None = None, inherited: StoredState | None = None) -> None:
+        """Called before the run begins; once more where processes go on from memory."""
         # Lets snapshots outlive the process, where another one goes on with the run.
-        self.shared: SharedStates | None = None
-        self._begin_anew()
-
-    def go_on_from_memory(self, shared: SharedStates | None, inherited: StoredState | None) -> None:
-        """Called before the run begins, where processes go on from memory."""
         self.shared = shared
-        self._begin_anew(inherited)
-
-    def _begin_anew(self, inherited: StoredState | None = None) -> None:
         self.checkpoints = RunCheckpoints(self._config, self._journal)
-        self.states = TrustedStates(self._config, self._journal, self.checkpoints, self.shared, inherited)
+        self.states = TrustedStates(self._config, self._journal, self.checkpoints, shared, inherited)
         self.ring, self.batches = self.states.ring, self.states.batches
         self._gone_back_to: Snapshot | None = None
-
-    # ---- a run begins and ends ----
-
-    def begin(self, instrument: Instrument, cold: bool, resumed_from: str | None, finite: bool = True) -> None:
-        """Called whenever `train()` is entered: keeps the state the run begins with."""
-        if not self.states.attached:
-            trainer = instrument.trainer
-            self.checkpoints.begin(trainer.args, resumed_from, int(trainer.state.global_step), finite)
-        self.states.begin(instrument, cold, self.learned)
 
     def release(self) -> None:
         """Gives all host memory back."""

@@ -14,7 +14,7 @@ from ..checkpoints.retention import RunCheckpoints
 from ..config.healing_config import HealingConfig
 from ..hf.adapter import Instrument
 from ..hf.memory import is_out_of_memory, retry_after_freeing
-from ..hf.state import LiveState, optimizer_in_training_mode
+from ..hf.state import LiveState, optimizer_in_training_mode, unwrap_optimizer
 from ..hf.step import Window
 from ..hf.trainer_state import ResumeRecord
 from ..journal.journal import Journal
@@ -73,11 +73,6 @@ class TrustedStates:
     # ---- the run ----
 
     @property
-    def attached(self) -> bool:
-        """Whether `train()` was entered, and the run has not ended."""
-        return self._instrument is not None
-
-    @property
     def instrument(self) -> Instrument:
         """Of the running `train()` call."""
         if self._instrument is None:
@@ -100,15 +95,18 @@ class TrustedStates:
         if not self._on_disk_only and view.can_recompute:
             self.ring.reserve(size_of(view.live_state()), view.device)
 
-    def begin(self, instrument: Instrument, cold: bool, learned: Any) -> None:
+    def begin(
+        self, instrument: Instrument, cold: bool, learned: Any, resumed_from: str | None, finite: bool = True
+    ) -> None:
         """Called whenever `train()` is entered: keeps the state it begins with, unless what is kept still holds."""
         first, self._instrument, self._learned = self._instrument is None, instrument, learned
         self.batches.newest_healthy = None
         self.streak = 0
         step = int(instrument.trainer.state.global_step)
         if first:
+            self._checkpoints.begin(instrument.trainer.args, resumed_from, step, finite)
             self._early_until = step + EARLY_STEPS if cold else step
-        optimizer = self.live.optimizer
+        optimizer = unwrap_optimizer(instrument.trainer.optimizer)
         if not first and optimizer is self._optimizer:
             # Entered again with the same model and optimizer: what was trusted still is, unless it is yet to come.
             self._forget_beyond(step)
@@ -121,7 +119,7 @@ class TrustedStates:
         self.batches.stop_recording()
         self._on_disk_only |= not instrument.view.can_recompute
         if not self._on_disk_only and self._take(step):
-            self.ring.begin_with_candidate()
+            self.ring.initial, self.ring.candidate = self.ring.candidate, None
             # Before the first step there may be an evaluation, for which some optimizers swap the weights.
             self.ring.join()
             self.ring.reserve(size_to_be(self.live), self.device)
@@ -166,12 +164,9 @@ class TrustedStates:
             # By now the optimizer has all its state.
             self.ring.reserve(size_to_be(self.live), self.device)
         due = since >= interval.steps and not self._on_disk_only and self.ring.candidate is None
-        return due and not (self.ring.reserving and self._may_wait)
-
-    @property
-    def _may_wait(self) -> bool:
-        """Whether a snapshot may be put off until its memory is pinned: where no other rank waits for this one."""
-        return self.device.type in TRANSFERS and processes.world_size() == 1
+        # Put off until its memory is pinned, where no other rank waits for this one.
+        waits = due and self.ring.reserving and self.device.type in TRANSFERS and processes.world_size() == 1
+        return due and not waits
 
     def step_taken(
         self, window: Window, loss: float, healthy: bool, vouched: Callable[[int], bool] = lambda _: True

@@ -62,7 +62,7 @@ class TestPaged:
         live, optimizer, parameter = self.state()
         ring = SnapshotRing()
         ring.take(live, 0, {})
-        ring.begin_with_candidate()
+        ring.initial, ring.candidate = ring.candidate, None
         stepped(optimizer)
         snapshot = ring.take(live, 1, {})
         assert ring.initial is not None

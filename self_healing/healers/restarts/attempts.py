@@ -95,7 +95,8 @@ class Attempts:
     def tell_status(self, output_dir: Path, max_steps: int) -> None:
         """Tells those who look into the `output_dir` that the run goes on, until the trainer is itself again."""
         run = self.run
-        if run.journal.rank != 0:
+        known = None if run.status is None else run.status.status
+        if run.journal.rank != 0 or (known is not None and not known.over):
             return
         run.status = run.status or StatusKeeper(output_dir)
         number = 0 if self.record is None else self.record.newest.number

@@ -80,11 +80,11 @@ class Shutdown:
         run.journal.dealt_with(incident)
         point, checkpoint, older = attempts.resume_point, None, None
         if point is not None and point.step == self.step:
-            checkpoint = point.path = publish(point.path, self._output_dir)
+            checkpoint = point.path = publish(point.path, self.output_dir)
         if checkpoint is None:
             # Of a run that came to nothing the newest checkpoint is no better than its end.
             verified = failure is FailureType.NOT_TRAINED
-            older = newest_checkpoint_of(run.run_id, self._output_dir, verified=verified)
+            older = newest_checkpoint_of(run.run_id, self.output_dir, verified=verified)
         advice = str(incident.evidence.get("remedy") or FAILURE_RECIPES[failure].advice)
         if failure not in ASKS_FOR_A_NEW_RUN:
             advice += f" {where_to_go_on(checkpoint or older)}"
@@ -110,12 +110,12 @@ class Shutdown:
         path = resume_from if isinstance(resume_from, str) else None
         emergency = older = None
         if attempts.resume_point is not None and attempts.resume_point.path == path:
-            emergency = publish(attempts.resume_point.path, self._output_dir)
+            emergency = publish(attempts.resume_point.path, self.output_dir)
         elif path is not None and FAILURE_RECIPES[failure].saves_first:
             older = path
         else:
             # What this entry began with need not be the newest.
-            older = newest_checkpoint_of(run.run_id, self._output_dir) or path
+            older = newest_checkpoint_of(run.run_id, self.output_dir) or path
         remedy = incident.evidence.get("remedy") if incident.failure is failure else None
         advice = f"{remedy or FAILURE_RECIPES[failure].advice} {where_to_go_on(emergency or older)}"
         attempts.postmortem = self._write_postmortem(
@@ -186,7 +186,7 @@ class Shutdown:
         attempts, preemption = self.attempts, self.run.part(Preemption)
         attempts.end(ExitReason.FINISHED)
         if attempts.resume_point is not None or attempts.taken_up:
-            remove_emergency_checkpoints(self._output_dir)
+            remove_emergency_checkpoints(self.output_dir)
         if preemption.raised is not None:
             raise preemption.raised
 
@@ -208,7 +208,7 @@ class Shutdown:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             run.numerics.close_outcomes()
             point = attempts.resume_point
-            path = None if point is None else publish(point.path, self._output_dir)
+            path = None if point is None else publish(point.path, self.output_dir)
             self._write_postmortem_of(error, FailureType.INTERRUPTED, "the run was interrupted", path)
             attempts.end(ExitReason.INTERRUPTED, why)
             return
@@ -230,14 +230,14 @@ class Shutdown:
     def _write_postmortem_of(
         self, error: BaseException, failure: FailureType, verdict: str, checkpoint: str | None = None
     ) -> None:
-        older = None if checkpoint is not None else newest_checkpoint_of(self.run.run_id, self._output_dir)
+        older = None if checkpoint is not None else newest_checkpoint_of(self.run.run_id, self.output_dir)
         self.attempts.postmortem = self._write_postmortem(verdict, failure, error, checkpoint, None, older)
 
     # ---- the postmortem ----
 
     def _write_postmortem_beside(self, verdict: str, failure: FailureType, error: BaseException | None) -> None:
         """Writes one where nothing may be read, because the device or the disk may not answer."""
-        newest = newest_marked_checkpoint_of(self.run.run_id, self._output_dir) or self.attempts.first_resume
+        newest = newest_marked_checkpoint_of(self.run.run_id, self.output_dir) or self.attempts.first_resume
         advice = f"{FAILURE_RECIPES[failure].advice} {where_to_go_on(newest)}"
         self.attempts.postmortem = self._write_postmortem(verdict, failure, error, None, advice, newest)
 
@@ -348,7 +348,7 @@ class Shutdown:
         return int(self.run.trainer.state.global_step)
 
     @property
-    def _output_dir(self) -> str:
+    def output_dir(self) -> str:
         return str(self.run.trainer.args.output_dir)
 
 
@@ -402,7 +402,7 @@ def keep_snapshots_after_exit(run: Run) -> None:
     else:
         memory.remove_others()
     outlives = config.snapshots and restarts_on_exit(config) and ROOT.is_dir() and loads_more(run.trainer) is None
-    run.rollback.go_on_from_memory(SharedStates(*place) if outlives else None, memory)
+    run.rollback.begin_anew(SharedStates(*place) if outlives else None, memory)
 
 
 def leave_snapshots(run: Run) -> None:
