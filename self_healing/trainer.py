@@ -552,7 +552,8 @@ class Recovery:
             # Before our on_train_begin: nothing has moved, the same call can be made again.
             return resume_from, True
         unmoved = not instrument.reentry.moved
-        if not FAILURE_RECIPES[failure].saves_first or (unmoved and resume_from is not None):
+        saves_first = Action.EMERGENCY_CHECKPOINT in FAILURE_RECIPES[failure].actions
+        if not saves_first or (unmoved and resume_from is not None):
             instrument.reentry.rewind_to_last_step()
             return resume_from, unmoved
         context = HealingContext(incident, instrument, error=error)

@@ -242,11 +242,6 @@ class Recipe:
         """The rung that enters `train()` again after an exception; `None` for a failure that ends the run."""
         return next((action for action in self.actions if action in (Action.WAIT_AND_RESUME, Action.RESUME)), None)
 
-    @property
-    def saves_first(self) -> bool:
-        """Whether an emergency checkpoint is written before the run is entered again, or ends."""
-        return Action.EMERGENCY_CHECKPOINT in self.actions
-
 
 # ---- ladders of rollbacks ----
 

@@ -298,9 +298,10 @@ def _seen(incident: Incident) -> str:
         return _samples(evidence["samples"])
     if cause in _NO_CAUSE or _SAID_BY.get(incident.symptom) == cause or cause.replace("_", " ") == seen:
         return seen
-    rows = [row["dataset_index"] for row in _mappings(evidence.get("rows")) if row.get("dataset_index") is not None]
-    if cause == Cause.POISON_ROWS and rows:
-        return f"{seen}, poison row{'s' if len(rows) > 1 else ''} {_listed(rows)}"
+    if cause == Cause.POISON_ROWS:
+        found = (row.get("dataset_index") for row in _mappings(evidence.get("rows")))
+        if rows := [index for index in found if index is not None]:
+            return f"{seen}, poison row{'s' if len(rows) > 1 else ''} {_listed(rows)}"
     return f"{seen}, {_CAUSES.get(cause, cause)}"
 
 

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -118,8 +118,9 @@ class Terminal(logging.Handler):
         if severity is None and record.levelno >= logging.WARNING:
             severity = "error" if record.levelno >= logging.ERROR else "warning"
         colour = _COLOURS.get(str(severity))
+        is_terminal = bool(getattr(stream, "isatty", lambda: False)())
         # https://no-color.org
-        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not _is_terminal(stream)
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not is_terminal
         if colour is not None and not plain:
             name = f"{colour}{name}\x1b[0m"
         if os.getpid() == self._process:
@@ -127,7 +128,7 @@ class Terminal(logging.Handler):
             return
         # A data loader worker knows nothing of the bars, and must not wait for their lock: who held it when the worker
         # was forked is not there to give it back. The bar's line is taken, and the bar comes again on the next one.
-        stream.write(f"{_CLEAR_LINE if _is_terminal(stream) else ''}{name} {text}\n")
+        stream.write(f"{_CLEAR_LINE if is_terminal else ''}{name} {text}\n")
         stream.flush()
 
 
@@ -196,7 +197,3 @@ def _clear_bars() -> None:
         for bar in list(getattr(tqdm, "_instances", ())):
             if not bar.disable:
                 bar.clear(nolock=True)
-
-
-def _is_terminal(stream: TextIO) -> bool:
-    return bool(getattr(stream, "isatty", lambda: False)())

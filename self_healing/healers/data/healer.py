@@ -51,15 +51,11 @@ class SampleHealer(Healer):
 
     def attach(self, first: bool) -> None:
         """Guards the training data. A loader of a kind that cannot be guarded is left as it is."""
-        loading = TrainingLoader(self.run.instrument.trainer)
-        if loading.dataset is not None:
-            self._attach(loading)
-        else:
-            logger.info("The training data are not guarded: their loader is of a kind that cannot be.")
-
-    def _attach(self, loading: TrainingLoader) -> None:
         instrument, run = self.run.instrument, self.run
-        args = instrument.trainer.args
+        loading, args = TrainingLoader(instrument.trainer), instrument.trainer.args
+        if loading.dataset is None:
+            logger.info("The training data are not guarded: their loader is of a kind that cannot be.")
+            return
         fingerprint = dataset_fingerprint(loading.dataset)
         names_only = self.config.on_bad_sample == "raise"
         if names_only:

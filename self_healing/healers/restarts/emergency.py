@@ -78,7 +78,7 @@ def _write_emergency(run: Run, path: Path, bookkeeping: dict[str, Any]) -> None:
         write_checkpoint(instrument.trainer, new.parent)
         if struck := instrument.view.nonfinite_tensors():
             raise RuntimeError(f"{struck[0]} is not finite any more: it was hit while the checkpoint was written")
-        write_marker(new, run.run_id, run.step, bookkeeping, True, finite=True, later=run.checksums)
+        write_marker(new, run.run_id, instrument.view.step, bookkeeping, True, finite=True, later=run.checksums)
         if new != path:
             shutil.rmtree(path)
             new.rename(path)

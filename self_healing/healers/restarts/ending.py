@@ -111,7 +111,7 @@ class Shutdown:
         emergency = older = None
         if attempts.resume_point is not None and attempts.resume_point.path == path:
             emergency = publish(attempts.resume_point.path, self.output_dir)
-        elif path is not None and FAILURE_RECIPES[failure].saves_first:
+        elif path is not None and Action.EMERGENCY_CHECKPOINT in FAILURE_RECIPES[failure].actions:
             older = path
         else:
             # What this entry began with need not be the newest.
