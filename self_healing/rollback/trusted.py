@@ -127,9 +127,7 @@ class TrustedStates:
     def _forget_beyond(self, step: int) -> None:
         """Forgets states and steps of a future that will be another one: the run goes on from an earlier step."""
         ring = self.ring
-        if ring.candidate is not None and (ring.candidate.as_of > step or not ring.candidate.extras):
-            # Nothing is kept with one that was only set aside, for an experiment.
-            ring.discard()
+        ring.discard()
         for ahead in [each for each in ring.trusted if each.as_of > step][:1]:
             ring.distrust(ahead)
         if ring.initial is not None and ring.initial.as_of > step:

@@ -34,7 +34,6 @@ from self_healing import (
     SelfHealingCallback,
     SelfHealingTrainer,
 )
-from self_healing.rollback.trusted import TrustedStates
 
 
 # 40 rows, 4 a micro-batch, 2 micro-batches a step: 5 steps an epoch.
@@ -107,18 +106,6 @@ def test_a_lost_connection_in_a_data_worker_costs_no_step(
         output = heal(trainer, HealingConfig(api_retry_attempts=1))
     assert raised.exists()
     assert_same_run(trainer, output, *undisturbed_with_workers)
-
-
-def test_a_snapshot_that_is_being_verified_is_not_taken_again(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken, take = list[int](), TrustedStates._take
-    monkeypatch.setattr(TrustedStates, "_take", lambda self, step: taken.append(step) or take(self, step))
-    trainer = sft_trainer(tmp_path, tokenizer, max_steps=12)
-    RaisingForward(trainer.model, lambda forward: forward == 12, lost_connection)
-    heal(trainer, HealingConfig(snapshot_interval=4, snapshot_verify_steps=4))
-    # Of step 4, and left in the step after the fifth: four healthy steps after that it is trusted.
-    assert taken == [0, 4, 9]
 
 
 @pytest.mark.heals("connection", "wrapper")
