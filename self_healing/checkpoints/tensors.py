@@ -6,7 +6,7 @@ import json
 import math
 import pickle
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,37 +123,6 @@ def load_archive(file: Path, findings: Findings | None = None) -> Any:
                     f"{file.name} could not be scanned, because it holds objects of other classes than torch's"
                 )
             return None
-
-
-class _StandIn:
-    """Takes the place of an object of whatever class, with what was written of it: no code of a file is run."""
-
-    said: Any
-
-    def __init__(self, *_: Any) -> None: ...
-
-    def __setstate__(self, said: Any) -> None:
-        self.said = said
-
-
-class _Inert(pickle.Unpickler):
-    def find_class(self, module: str, name: str, /) -> Any:
-        return _StandIn
-
-
-def check_parts(metadata: Path) -> None:
-    """Refuses sharded tensors if one of their files is gone or shorter than `torch.distributed.checkpoint` noted."""
-    folder, ends = metadata.parent, dict[str, int]()
-    # Laid out in another way, by another version of torch, it says nothing.
-    with reading(metadata), metadata.open("rb") as file, suppress(AttributeError, KeyError, TypeError):
-        for place in (each.said for each in _Inert(file).load().said["storage_data"].values()):
-            name, end = place["relative_path"], place["offset"] + place["length"]
-            ends[name] = max(end, ends.get(name, 0))
-    for name, end in ends.items():
-        if not (folder / name).is_file():
-            raise Unusable(f"{name} is missing ({folder.name}/{metadata.name} names it)")
-        if (size := (folder / name).stat().st_size) < end:
-            raise Unusable(f"{name} is truncated: {size} bytes, {folder.name}/{metadata.name} says {end}")
 
 
 # ---- finite ----

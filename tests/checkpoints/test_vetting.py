@@ -299,33 +299,19 @@ def test_shards_that_not_all_ranks_have_written_are_refused(plain: Path, file: s
     (checkpoint / folder).mkdir()
     (checkpoint / folder / "__0_0.distcp").touch()
     assert vet(checkpoint).reason.startswith(f"{folder}/.metadata is missing")
-    (checkpoint / folder / ".metadata").touch()
-    assert vet(checkpoint).reason.startswith(".metadata cannot be read (EOFError")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_shards_without_a_marker_are_compared_with_what_torch_has_noted_of_them(plain: Path, tmp_path: Path) -> None:
-    class Malicious:
-        def __reduce__(self) -> Any:
-            return (Path.touch, (tmp_path / "executed",))
-
+def test_shards_are_compared_with_the_marker_alone(plain: Path) -> None:
     checkpoint = plain / "checkpoint-4"
     (checkpoint / "model.safetensors").unlink()
-    folder = checkpoint / "pytorch_model_fsdp_0"
-    dcp.save({"weight": torch.ones(100), "settings": {"kept": "as an object"}}, checkpoint_id=folder)
+    dcp.save({"weight": torch.ones(100)}, checkpoint_id=checkpoint / "pytorch_model_fsdp_0")
     told = "complete; its sharded parts were not read through"
     assert (vet(checkpoint).usable, vet(checkpoint).reason) == (True, told)
     write_marker(checkpoint, "run", 4, {}, emergency=False)
     assert told not in vet(checkpoint).reason
-    (checkpoint / "healing.json").unlink()
-
     truncated("pytorch_model_fsdp_0/__0_0.distcp")(checkpoint)
-    assert vet(checkpoint).reason.startswith("__0_0.distcp is truncated: ")
-    removed("pytorch_model_fsdp_0/__0_0.distcp")(checkpoint)
-    assert vet(checkpoint).reason == "__0_0.distcp is missing (pytorch_model_fsdp_0/.metadata names it)"
-    (folder / ".metadata").write_bytes(pickle.dumps(Malicious()))
-    assert vet(checkpoint).reason == told
-    assert not (tmp_path / "executed").exists()
+    assert "__0_0.distcp is truncated: " in vet(checkpoint).reason
 
 
 def by_ranks(checkpoint: Path, *ranks: int) -> Path:
