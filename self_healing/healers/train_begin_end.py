@@ -23,7 +23,7 @@ from ..failures.classify import describe_exception
 from ..failures.recipes import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
 from ..hf.adapter import Instrument
 from ..hf.trainer_state import save_generated
-from ..journal.incident import Incident, counted, lost_steps
+from ..journal.incident import BECAME, HEALED, Incident, counted, lost_steps
 from ..journal.terminal import Terminal, announce
 from ..ranks import votes
 from ..report.output import write_closing_report
@@ -380,15 +380,6 @@ _HEALED = (
     ("hangs", "on_hang", ("recover",), "wrapper"),
     ("exceptions", "max_recovery_attempts", range(1, sys.maxsize), "wrapper"),
 )
-# The outcomes of incidents, in words.
-_BECAME = {
-    "resolved": "healed",
-    "self_recovered": "healed",
-    "reported": "reported only",
-    "unresolved": "not healed",
-    "fatal": "fatal",
-    "open": "not judged yet",
-}
 # Kinds of incidents that are named at the end, the most frequent first; rules that cannot fire, at the start.
 _NAMED = 3
 # Steps between two logs, as TRL has them: what is too seldom for a rule with these as well is the length of the run.
@@ -480,7 +471,7 @@ def tell_end(run: Run, left_by: BaseException | None) -> None:
     trainer = run.trainer
     step, of = int(trainer.state.global_step), int(trainer.state.max_steps)
     where = f"at step {step} of {of}" if of > 0 else "before its first step"
-    healed = all(_BECAME[incident.outcome] == "healed" for incident in incidents) and not run.doubtful
+    healed = all(incident.outcome in HEALED for incident in incidents) and not run.doubtful
     level = logging.WARNING if incidents or run.doubtful else logging.INFO
     severity = "info" if healed else "warning"
     how = f"ended {where}"
@@ -502,7 +493,7 @@ def _summed_up(incidents: Sequence[Incident]) -> str:
     kinds = collections.Counter(_kind_of(incident) for incident in incidents)
     named = [f"{times} {kind}" for kind, times in kinds.most_common(_NAMED)]
     rest = len(incidents) - sum(times for _, times in kinds.most_common(_NAMED))
-    became = collections.Counter(_BECAME[incident.outcome] for incident in incidents)
+    became = collections.Counter(BECAME[incident.outcome] for incident in incidents)
     lost = lost_steps(sum(each.steps_lost for each in incidents), *(each.evidence for each in incidents))
     repeated = sum(incident.steps_repeated for incident in incidents)
     parts = [

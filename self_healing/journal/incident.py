@@ -17,8 +17,16 @@ from ..failures.recipes import FAILURE_RECIPES, INSPECTIONS, Action, Cause, Fail
 OF_RANK = ".rank"
 # Symptoms.
 _OF_PROCESSES = frozenset({"process_died", "preempted", "failure_on_another_rank"})
-# Outcomes; and the evidence of why it is not known how many steps are lost.
+# Outcomes, and in words; and the evidence of why it is not known how many steps are lost.
 HEALED = frozenset({"resolved", "self_recovered"})
+BECAME = {
+    "resolved": "healed",
+    "self_recovered": "healed",
+    "reported": "reported only",
+    "unresolved": "not healed",
+    "fatal": "fatal",
+    "open": "not judged yet",
+}
 IN_DOUBT = "steps_lost_unknown"
 # Still going on when they are reported: the reader may want to act on the advice.
 _ADVISED = frozenset(

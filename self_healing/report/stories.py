@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..failures.recipes import FAILURE_RECIPES, FailureType
-from ..journal.incident import Incident, counted, describe, figures
+from ..journal.incident import BECAME, Incident, counted, describe, figures
 from .journals import Event, incident_of, told_once
 from .records import Entry, IncidentStory, capital, plain, spoken
 
@@ -21,14 +21,6 @@ _OF_INCIDENT = (
     *("id", "step", "symptom", "cause", "outcome", "actions", "steps_lost", "steps_repeated", "seconds_lost"),
     "evidence",
 )
-_OUTCOMES = {
-    "open": "the outcome is not known yet",
-    "resolved": "resolved",
-    "self_recovered": "it passed by itself",
-    "unresolved": "not resolved",
-    "reported": "no action was taken",
-    "fatal": "it ended this process's part in the run",
-}
 # Files of an incident, by the key that names them in evidence or in an action.
 _FILES = {
     "stacks": "stacks of all threads",
@@ -193,7 +185,7 @@ def _outcome(event: Event) -> str:
         if event.get(key):
             parts.append(f"{counted(event[key], 'step')} {what}")
     parts.append(f"{event.get('seconds_lost', 0.0):.1f} s")
-    return f"{capital(_OUTCOMES[event['outcome']])} ({'; '.join(parts)})."
+    return f"{capital(BECAME[event['outcome']])} ({'; '.join(parts)})."
 
 
 def _scalars(values: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from ...journal.incident import counted
+from ...journal.incident import BECAME, counted
 from ...system.files import replace_file
 from ..records import (
     Entry,
@@ -64,14 +64,7 @@ _ICON = (
 )
 # Classes of colours, the worst last.
 _TONES = ("calm", "good", "busy", "warn", "bad")
-_OUTCOMES = {
-    "resolved": ("healed", "good"),
-    "self_recovered": ("recovered by itself", "good"),
-    "reported": ("reported", "calm"),
-    "open": ("open", "warn"),
-    "unresolved": ("not resolved", "warn"),
-    "fatal": ("ended the run", "bad"),
-}
+_TONE_OF = {"resolved": "good", "self_recovered": "good", "reported": "calm", "fatal": "bad"}
 # What the sentences of a story say, and the head of it.
 _TOLD = frozenset(
     {
@@ -251,7 +244,7 @@ def _range(charts: Sequence[Entry], report: RunReport) -> tuple[int, int]:
 
 def _tell(incident: IncidentStory, number: int) -> Entry:
     """An incident as the page tells it; its number, from 1, is on the charts as well."""
-    outcome, tone = _OUTCOMES.get(incident.outcome, (spoken(incident.outcome), "warn"))
+    outcome, tone = BECAME[incident.outcome], _TONE_OF.get(incident.outcome, "warn")
     if incident.outcome == "reported" and incident.severity in ("warning", "error"):
         tone = "warn"
     cost = [f"step {incident.step}"]
