@@ -19,14 +19,9 @@ from .entering import settings_of_the_process
 
 
 class SelfHealingArgs(BaseModel):
-    """
-    What the plugin adds to the settings that axolotl knows.
+    """What the plugin adds to the settings that axolotl knows."""
 
-    Args:
-        self_healing (`dict`, *optional*):
-            Settings of [`HealingConfig`], flat or by section. Left out, the preset of `SELF_HEALING_PRESET`.
-    """
-
+    # Those of `HealingConfig`, flat or by section. Left out, the preset of `SELF_HEALING_PRESET`.
     self_healing: dict[str, Any] | None = None
 
 
@@ -38,28 +33,11 @@ class SelfHealingPlugin(BasePlugin):  # type: ignore[misc]  # axolotl need not b
         return f"{__name__}.{SelfHealingArgs.__name__}"
 
     def register(self, cfg: Mapping[str, Any]) -> None:
-        """
-        Looks at the settings before data and model are loaded.
-
-        Args:
-            cfg (`Mapping[str, Any]`):
-                The YAML file, as it was read.
-
-        Raises:
-            ConfigurationError: If one of them cannot be used.
-        """
+        """Refuses settings that cannot be used before data and model are loaded."""
         _config_in(cfg)
 
     def add_callbacks_post_trainer(self, cfg: Mapping[str, Any], trainer: Trainer) -> list[TrainerCallback]:
-        """
-        Gives the callback that heals.
-
-        Args:
-            cfg (`Mapping[str, Any]`):
-                The settings of axolotl.
-            trainer ([`~transformers.Trainer`]):
-                The trainer it has made.
-        """
+        """Gives the callback that heals, unless the trainer has one."""
         if any(isinstance(each, SelfHealingCallback) for each in trainer.callback_handler.callbacks):
             return []
         return [SelfHealingCallback(_config_in(cfg))]

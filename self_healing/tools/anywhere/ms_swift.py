@@ -18,15 +18,8 @@ NAME = "self_healing"
 
 
 def self_healing_callback(args: TrainingArguments, trainer: Trainer) -> SelfHealingCallback:
-    """
-    Makes the callback for a trainer of ms-swift, with the preset of `SELF_HEALING_PRESET`.
-
-    Not a class: transformers builds a callback again from its state in a checkpoint, which knows no trainer.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]), trainer ([`~transformers.Trainer`]):
-            What ms-swift calls it with. The trainer is still being built.
-    """
+    """Makes the callback for a trainer of ms-swift that is still being built, with the preset of the process."""
+    # Not a class: transformers builds a callback again from its state in a checkpoint, which knows no trainer.
     return SelfHealingCallback(settings_of_the_process())
 
 
