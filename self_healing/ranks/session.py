@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,8 +30,6 @@ _SOON = 0.02
 _STOPPED = 3.0
 # This process has been stopped itself, or starved: what it has not seen meanwhile says nothing.
 _STOOD_STILL = 2.0
-# A rank that has left train() is missed where this one has waited in a collective for so many, without a step.
-_MISSED = 10.0
 # What a rank that has not been heard of for longer was doing is not known any more.
 _STALE = 10.0
 # While this rank waits, the others are asked where they are as often as the store stands it.
@@ -75,9 +73,6 @@ class OtherRanks:
         self._wake, self._ended = threading.Event(), threading.Event()
         self._channel: SideChannel | None = None
         self._lost = False
-        # How far this rank has come, and when it was in no collective last, or came further.
-        self._progress = (-1, -1)
-        self._waits_since = time.monotonic()
         self._count = 0
         # Failures that were taken in.
         self._read_failures = 0
@@ -147,12 +142,7 @@ class OtherRanks:
             return first is not None and not first.follows
 
         self._until(found, within)
-        first = first_of(self.failures)
-        if first is not None and first.follows:
-            # What a collective has raised may come of a rank that is in train() no more.
-            with contextlib.suppress(Exception):
-                return self._left_early() or first
-        return first
+        return first_of(self.failures)
 
     def positions(self, within: float = 0.0) -> dict[int, Position]:
         """Gives where the ranks are that are known to live, this one among them."""
@@ -253,20 +243,13 @@ class OtherRanks:
             self._take_in_failures(channel)
         # By the time at which this look began: if this process is stopped in the middle of one, the next one knows.
         self._look_at_processes(now)
-        self._miss_those_who_left(now)
 
     def _tell_where(self, channel: SideChannel, leaves: bool = False) -> None:
         self._count += 1
         record: dict[str, Any] = {"count": self._count, "left": leaves, "process": asdict(self._process)}
         with contextlib.suppress(Exception):
             # Looks at what the training thread changes meanwhile.
-            position = self._look()
-            record["position"] = position.to_record()
-            moved = position.progress != self._progress
-            if moved:
-                self._progress = position.progress
-            if moved or position.collective is None:
-                self._waits_since = time.monotonic()
+            record["position"] = self._look().to_record()
         channel.put(f"rank/{self.rank}", record)
 
     def _read_positions(self, channel: SideChannel) -> None:
@@ -290,18 +273,15 @@ class OtherRanks:
         found = channel.read([f"rank/{rank}" for rank in ranks]) if ranks else None
         now = time.monotonic()
         for rank, record in zip(ranks, found or [], strict=False):
-            self._take_in(rank, record, now)
-
-    def _take_in(self, rank: int, record: Mapping[str, Any], now: float) -> None:
-        other, position = self._others.get(rank), record.get("position")
-        if other is None:
-            nowhere = Position(0, "", 0, 0.0, 0.0, training=False)
-            other = self._others[rank] = _Other(Process(**record["process"]), -1, now, nowhere)
-        if record["count"] != other.count:
-            other.count, other.heard = record["count"], now
-        if position is not None:
-            other.position = Position(**position)
-        other.left = record["left"]
+            if rank not in self._others:
+                nowhere = Position(0, "", 0, 0.0, 0.0, training=False)
+                self._others[rank] = _Other(Process(**record["process"]), -1, now, nowhere)
+            other = self._others[rank]
+            if record["count"] != other.count:
+                other.count, other.heard = record["count"], now
+            if "position" in record:
+                other.position = Position(**record["position"])
+            other.left = record["left"]
 
     def _take_in_failures(self, channel: SideChannel) -> None:
         told = [Failure.of(record) for record in channel.listed("failures")]
@@ -315,13 +295,6 @@ class OtherRanks:
             if failure.rank != self.rank or self._own is None:
                 # Of this rank: it was stopped, and the others have given it up.
                 self._on_failure(failure)
-
-    def _find_failed(self, failure: Failure) -> None:
-        """Tells the other ranks what this one has found out of one of them, and acts on it."""
-        self.failures.append(failure)
-        if self._channel is not None:
-            self._channel.append("failures", failure.to_record())
-        self._on_failure(failure)
 
     def _look_at_processes(self, now: float) -> None:
         """Looks at the processes of this machine."""
@@ -352,30 +325,9 @@ class OtherRanks:
             # It has taken part in all steps that are finished here; what it said itself may be a second old.
             step = max(step, self._look().step)
         failure = Failure(rank, step, FailureType.PROCESS_DIED, why, where.section, patience=patience)
-        if not other.left and not self._is_told(failure):
-            self._find_failed(failure)
-
-    def _miss_those_who_left(self, now: float) -> None:
-        """Gives up a rank that has left `train()` in good order, and that this one waits for in a collective."""
-        if self._channel is None or now - self._waits_since < _MISSED * self._interval:
+        if other.left or self._is_told(failure):
             return
-        failure = self._left_early()
-        if failure is not None:
-            self._find_failed(failure)
-
-    def _left_early(self) -> Failure | None:
-        """Finds a rank that has left `train()` without a failure while this one trains on."""
-        failed = {failure.rank for failure in self.failures}
-        left = {
-            rank: other.position for rank, other in list(self._others.items()) if other.left and rank not in failed
-        }
-        here = self._look()
-        if not left or here.ending:
-            return None
-        rank = min(left)
-        why = (
-            "it left train() while the others train on: the ranks are out of step; look for code that decides on "
-            "one rank alone (should_training_stop in a callback)"
-        )
-        # It has taken part in all steps that are finished here.
-        return Failure(rank, max(left[rank].step, here.step), FailureType.HANG, why)
+        self.failures.append(failure)
+        if channel is not None:
+            channel.append("failures", failure.to_record())
+        self._on_failure(failure)

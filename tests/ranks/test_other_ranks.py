@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import subprocess
@@ -95,37 +94,6 @@ def test_a_rank_that_is_killed_is_given_up_by_the_others(job: Callable[..., list
     assert "gone without a word" in first.told[0].error
     # Of what it was doing nothing is known any more.
     assert set(first.ranks.positions()) == {0, 1}
-
-
-WAITS = Position(5, "between", 10, 30.0, 60.0, training=False, collective="broadcast")
-
-
-def test_a_rank_that_leaves_training_alone_is_told_of_once_another_one_waits_for_it(
-    job: Callable[..., list[Rank]],
-) -> None:
-    first, second, third = job(3)
-    second.ranks.leave()
-    time.sleep(15 * INTERVAL)
-    # It may be at its own end: nothing is waited for yet.
-    assert first.told == third.told == []
-    first.position = third.position = WAITS
-    began = time.monotonic()
-    wait_until(lambda: first.told and third.told)
-    # Counted from its last sign of life.
-    assert time.monotonic() - began >= 8 * INTERVAL
-    assert {str(each.ranks.first_failure()) for each in (first, third)} == {
-        "rank 1 failed first; it failed after step 5: it left train() while the others train on: the ranks are "
-        "out of step; look for code that decides on one rank alone (should_training_stop in a callback)"
-    }
-
-
-def test_a_rank_that_leaves_training_at_the_end_of_it_is_not_missed(job: Callable[..., list[Rank]]) -> None:
-    first, second = job(2)
-    first.position = dataclasses.replace(WAITS, ending=True)
-    second.ranks.leave()
-    time.sleep(15 * INTERVAL)
-    assert first.told == []
-    assert first.ranks.first_failure() is None
 
 
 def test_a_rank_that_is_stopped_is_given_up_and_one_that_goes_on_soon_is_not(
