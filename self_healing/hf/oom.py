@@ -176,8 +176,25 @@ class OomRetry:
             votes.tell_raised(self._view.device)
 
 
-# By which trainers have ranks meet in a loss.
-_ASKING = ("gather_for_metrics", "gather", "reduce", "pad_across_processes")
+def when_asked(replaced: Replacements, accelerator: Any, ask: Callable[..., Any]) -> None:
+    """
+    Has what a loss asks accelerate for, in which ranks meet, pass through `ask(name, original, *args, **kwargs)`; what
+    is asked for meanwhile is none of the loss.
+    """
+    asking = False
+
+    def outermost(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal asking
+        if asking:
+            return original(*args, **kwargs)
+        asking = True
+        try:
+            return ask(name, original, *args, **kwargs)
+        finally:
+            asking = False
+
+    for name in ("gather_for_metrics", "gather", "reduce", "pad_across_processes"):
+        replaced.wrap(accelerator, name, functools.partial(outermost, name))
 
 
 class OneRankRetry:
@@ -209,14 +226,9 @@ class OneRankRetry:
         self._failsafe: Failsafe = instrument.failsafe
         # Forwards of the wrapped model in this attempt, and in the one that came furthest.
         self._forwards = self._sent_before = 0
-        # What was asked through accelerate, and what came back; how often this attempt has asked; whether it does.
+        # What was asked through accelerate, and what came back; how often this attempt has asked.
         self._answers: list[tuple[str, Any]] = []
         self._asked = 0
-        self._asking = False
-        # Whether a forward of the model itself is a meeting of ranks (statistics or losses over all of them), as the
-        # first one has shown; collectives begun when that began.
-        self.meets_in_forward: bool | None = None
-        self._entered: int | None = None
 
     def attach(self) -> None:
         """Watches the wrapped model, if it is one of DDP or ZeRO."""
@@ -231,12 +243,8 @@ class OneRankRetry:
         self._parameters = [each for each in model.parameters() if each.requires_grad]
         if self._view.zero is None:
             self._replaced.wrap(model, "_pre_forward", self._pre_forward)
-            self._replaced.wrap(model, "_post_forward", self._post_forward)
-        else:
-            self._replaced.wrap(model, "forward", self._forward)
         self._replaced.wrap(self._trainer, "_prepare_inputs", self._prepare)
-        for name in _ASKING:
-            self._replaced.wrap(self._trainer.accelerator, name, functools.partial(self._ask, name))
+        when_asked(self._replaced, self._trainer.accelerator, self._ask)
 
     def _why_never(self, model: Any) -> str:
         """Says why no micro-batch can be computed again on one rank alone; empty if some can."""
@@ -327,7 +335,6 @@ class OneRankRetry:
         self._answers.clear()
 
     def _pre_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._entered = None
         if self._before is None or self._collectives is None:
             return original(*args, **kwargs)
         self._forwards += 1
@@ -343,24 +350,10 @@ class OneRankRetry:
             self._collectives += after - before
             if self._before.buffers:
                 self._before = self._ledger.with_buffers_of_now(self._before)
-        self._entered = after
-        return result
-
-    def _post_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.meets_in_forward is None and self._entered is not None:
-            self.meets_in_forward = self._begun() != self._entered
-        return original(*args, **kwargs)
-
-    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.meets_in_forward is not None:
-            return original(*args, **kwargs)
-        before = self._begun()
-        result = original(*args, **kwargs)
-        self.meets_in_forward = self._begun() != before
         return result
 
     def _ask(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._before is None or self._collectives is None or self._asking:
+        if self._before is None or self._collectives is None:
             return original(*args, **kwargs)
         self._asked += 1
         if self._asked <= len(self._answers):
@@ -370,11 +363,8 @@ class OneRankRetry:
                     f"computed again, the loss asks for accelerator.{name}, and asked for {asked} before"
                 )
             return _copied(answer)
-        before, self._asking = self._begun(), True
-        try:
-            answer = original(*args, **kwargs)
-        finally:
-            self._asking = False
+        before = self._begun()
+        answer = original(*args, **kwargs)
         after = self._begun()
         self._collectives = None if before is None or after is None else self._collectives + after - before
         # A copy: what was asked for may be changed in place.

@@ -45,7 +45,6 @@ class Device:
                     self.failures += 1
                     self.sizes.failed(chunk)
                     return None
-                self.sizes.ran(chunk)
             ran.append(chunks)
         return ran
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
@@ -43,31 +42,13 @@ class _Frontier:
     fits: list[tuple[int, int]] = field(default_factory=list)
     fails: list[tuple[int, int]] = field(default_factory=list)
 
-    def fit(self, rows: int, length: int) -> bool:
-        """Takes in a size that fitted; whether that is news."""
-        if any(r >= rows and n >= length for r, n in self.fits):
-            return False
+    def fit(self, rows: int, length: int) -> None:
         self.fits = [(r, n) for r, n in self.fits if r > rows or n > length] + [(rows, length)]
         self.fails = [(r, n) for r, n in self.fails if r > rows or n > length]
-        return True
 
     def fail(self, rows: int, length: int) -> None:
-        """Takes in a size that did not."""
         self.fits = [(r, n) for r, n in self.fits if r < rows or n < length]
         self.fails = [(r, n) for r, n in self.fails if r < rows or n < length] + [(rows, length)]
-
-    def most(self, length: int) -> int:
-        """The most rows of this length that are known to fit; 0 if none are."""
-        return max((r for r, n in self.fits if n >= length), default=0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Try:
-    """A number of rows that is tried beyond those known to fit."""
-
-    kind: Kind
-    rows: int
-    failed_before: bool
 
 
 class KnownSizes:
@@ -81,15 +62,15 @@ class KnownSizes:
             "generate": _Frontier(self._base_wait),
         }
         self.step = 0
+        # Calls since the last failure, and the last of each kind: if one does not fit, it is the last one.
         self._seen: list[CallShape] = []
-        self._trying: _Try | None = None
+        self.begun: dict[Kind, CallShape] = {}
+        self.last_begun: CallShape | None = None
+        # A number of rows that is tried beyond those known to fit.
+        self._trying: CallShape | None = None
         # Where a failure ends the job (several processes): one row where nothing is known, unless one more failure can
         # most likely be healed; and half of what failed at most.
         self.failure_is_fatal = self.may_fail_once = False
-        # Where every call has to be made whole, whatever fits: other ranks take part in it.
-        self.made_together = False
-        self.begun: dict[Kind, CallShape] = {}
-        self.last_begun: CallShape | None = None
         self.changed = False
         # Most pieces of one call or step since the last log, and why one was made whole, since the last incident.
         self.pieces = 1
@@ -106,63 +87,48 @@ class KnownSizes:
 
     def rows_for(self, shape: CallShape) -> int:
         """Gives how many rows of a call of this size may run at a time, at least 1; notes a size that is tried."""
-        known = self.known_rows(shape)
-        if not self._fails(shape.kind) or self._trying is not None:
+        known, (most, failed) = self.known_rows(shape), self._known(shape)
+        if not failed or self._trying is not None or known == shape.rows:
             return known
-        if self._most(shape) == 0 and known > 1:
-            self._trying = _Try(shape.kind, known, failed_before=False)
-        elif known < shape.rows:
-            # Of those that a call falls into evenly, half as many pieces.
+        rows = known
+        if most > 0 or known == 1:
+            # Of those that a call falls into evenly, half as many pieces; later, where they are known to fail.
             pieces = -(-shape.rows // known)
-            self._trying = self._larger(shape, -(-shape.rows // -(-pieces // 2)))
-        return known if self._trying is None else self._trying.rows
+            rows = -(-shape.rows // -(-pieces // 2))
+            waits = self.failure_is_fatal or any(rows >= r and shape.length >= n for r, n in failed)
+            too_many = self.failure_is_fatal and rows > _half_of(failed, shape.length)
+            if too_many or (waits and self.step < self._frontiers[shape.kind].next_retry):
+                return known
+        self._trying = replace(shape, rows=rows)
+        return rows
 
     def known_rows(self, shape: CallShape) -> int:
         """Gives how many of its rows are known to fit; where nothing is known, half as many tokens as failed."""
-        if not self._fails(shape.kind):
+        most, failed = self._known(shape)
+        if not failed:
             return shape.rows
-        most = self._most(shape)
         if most == 0:
             cautious = self.failure_is_fatal and not self.may_fail_once and shape.kind != "generate"
-            most = 1 if cautious else self._half_of_what_failed(shape)
+            most = 1 if cautious else _half_of(failed, shape.length)
         # What has failed itself counts more than what fitted with gradients (another model, another state of memory).
-        failed = [rows for rows, length in self._frontiers[shape.kind].fails if length <= shape.length]
-        return max(min([most, shape.rows, *(rows - 1 for rows in failed)]), 1)
+        below = min((rows - 1 for rows, length in failed if length <= shape.length), default=shape.rows)
+        return max(min(most, shape.rows, below), 1)
 
-    def _larger(self, shape: CallShape, rows: int) -> _Try | None:
-        """A try of more rows than are known to fit: at once, or later if they are known to fail."""
-        failed_before = any(rows >= r and shape.length >= n for r, n in self._fails(shape.kind))
-        if self.failure_is_fatal and rows > self._half_of_what_failed(shape):
-            return None
-        waits = failed_before or self.failure_is_fatal
-        if waits and self.step < self._frontiers[shape.kind].next_retry:
-            return None
-        return _Try(shape.kind, rows, failed_before)
-
-    def _most(self, shape: CallShape) -> int:
-        return max(each.most(shape.length) for each in self._frontiers_for(shape.kind))
-
-    def _half_of_what_failed(self, shape: CallShape) -> int:
-        """Rows of this length with half as many tokens as the smallest call that failed."""
-        return min(rows * length for rows, length in self._fails(shape.kind)) // 2 // shape.length
-
-    def _fails(self, kind: Kind) -> list[tuple[int, int]]:
-        return [each for frontier in self._frontiers_for(kind) for each in frontier.fails]
-
-    def _frontiers_for(self, kind: Kind) -> tuple[_Frontier, ...]:
-        """Without gradients a call needs no more than with; how much less is only known once it has run."""
-        own = self._frontiers[kind]
-        return (own, self._frontiers["train"]) if kind == "forward" else (own,)
+    def _known(self, shape: CallShape) -> tuple[int, list[tuple[int, int]]]:
+        """Gives the most rows of this length that are known to fit, 0 if none are, and all sizes that did not fit."""
+        own = self._frontiers[shape.kind]
+        fits, fails = own.fits, own.fails
+        if shape.kind == "forward":
+            # Without gradients a call needs no more than with; how much less is only known once it has run.
+            fits, fails = fits + self._frontiers["train"].fits, fails + self._frontiers["train"].fails
+        return max((rows for rows, length in fits if length >= shape.length), default=0), fails
 
     # ---- what ran ----
 
     def begins(self, shape: CallShape) -> None:
         """A call of this size begins; if it does not fit, this is the one."""
-        self.begun[shape.kind] = self.last_begun = shape
-
-    def ran(self, shape: CallShape) -> None:
-        """A call of this size came through its forward pass; what is known of it waits for its backward."""
         self._seen.append(shape)
+        self.begun[shape.kind] = self.last_begun = shape
 
     def on_success(self) -> None:
         """Notes that everything which ran since the last failure fitted, backward included."""
@@ -170,25 +136,32 @@ class KnownSizes:
         self.forget_attempt()
         if not seen or not self.limits:
             return
+        self._trying = None
         for shape in seen:
-            self.changed |= self._frontiers[shape.kind].fit(shape.rows, shape.length)
-        tried, self._trying = self._trying, None
-        if tried is not None and tried.failed_before:
-            # Growing as long as it goes well.
-            self._frontiers[tried.kind].wait = self._base_wait
+            frontier = self._frontiers[shape.kind]
+            if any(r >= shape.rows and n >= shape.length for r, n in frontier.fits):
+                continue
+            failures = len(frontier.fails)
+            frontier.fit(shape.rows, shape.length)
+            self.changed = True
+            if len(frontier.fails) < failures:
+                # Growing as long as it goes well.
+                frontier.wait = self._base_wait
 
     def failed(self, shape: CallShape, with_gradients: bool = True) -> None:
         """A call of this size did not fit; in an evaluation that says nothing about calls `with_gradients`."""
         self.forget_attempt()
+        tried, self._trying, rows, length = self._trying, None, shape.rows, shape.length
         kinds: set[Kind] = {shape.kind}
-        if with_gradients and shape.kind == "forward" and self._frontiers["train"].most(shape.length) < shape.rows:
+        if with_gradients and shape.kind == "forward" and self._known(replace(shape, kind="train"))[0] < rows:
             # With gradients it needs more; unless it did fit, and another model is the larger one.
             kinds.add("train")
         for kind in kinds:
-            self._frontiers[kind].fail(shape.rows, shape.length)
-        tried, self._trying = self._trying, None
-        if tried is not None and (tried.failed_before or self.failure_is_fatal):
-            self._frontiers[tried.kind].wait *= 2
+            frontier = self._frontiers[kind]
+            again = any(rows >= r and length >= n for r, n in frontier.fails)
+            if tried is not None and (again or self.failure_is_fatal):
+                frontier.wait *= 2
+            frontier.fail(rows, length)
         # Calls without gradients go by what failed with them.
         waiting: set[Kind] = {*kinds, "forward"} if "train" in kinds else kinds
         for kind in waiting:
@@ -197,7 +170,8 @@ class KnownSizes:
 
     def is_tried(self, shape: CallShape) -> bool:
         """Whether a call of this size runs because it was to be tried, and not because it could not be split."""
-        return self._trying is not None and shape.kind == self._trying.kind and shape.rows <= self._trying.rows
+        tried = self._trying
+        return tried is not None and shape.kind == tried.kind and shape.rows <= tried.rows
 
     def forget_attempt(self) -> None:
         """Forgets the calls since the last failure: they run again."""
@@ -215,17 +189,13 @@ class KnownSizes:
     # ---- for other processes ----
 
     def state_dict(self) -> dict[str, Any]:
-        frontiers: dict[str, Any] = {
-            kind: {"fits": each.fits, "fails": each.fails} for kind, each in self._frontiers.items()
-        }
-        return {**frontiers, "made_together": self.made_together}
+        return {kind: {"fits": each.fits, "fails": each.fails} for kind, each in self._frontiers.items()}
 
     def load_state_dict(self, state: Mapping[str, Any], own: bool = True) -> None:
         """
         Takes over what did not fit in another process; what did fit from an earlier start of this rank (`own`) only:
         another one may have more memory.
         """
-        self.made_together |= bool(state.get("made_together"))
         for kind, frontier in self._frontiers.items():
             known = state.get(kind, {})
             for rows, length in known.get("fails", []):
@@ -233,6 +203,11 @@ class KnownSizes:
             for rows, length in known.get("fits", []) if own else []:
                 frontier.fit(int(rows), int(length))
             frontier.next_retry = self.step + frontier.wait
+
+
+def _half_of(failed: list[tuple[int, int]], length: int) -> int:
+    """Rows of this length with half as many tokens as the smallest call that failed."""
+    return min(r * n for r, n in failed) // 2 // length
 
 
 # ---- calls ----
@@ -310,7 +285,6 @@ class ModelCalls:
         self._device = device
         # Weights are gathered from all ranks, which make each call together.
         self._together = is_sharded(module)
-        self._zero = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
         self._inside = False
         # Why calls of a kind are made whole for good.
         self._given_up: dict[Kind, str] = {}
@@ -322,13 +296,7 @@ class ModelCalls:
         if shape is None:
             return original(*args, **kwargs)
         call = _Call(original, shape, args, kwargs, segments_of(kwargs))
-        groups = [] if trains and self._sizes.in_passes else self._groups(call)
-        if groups:
-            try:
-                return self._in_chunks(call, groups)
-            except CannotSplit as refusal:
-                self._sizes.refused = self._given_up[shape.kind] = str(refusal)
-        return self._run(call)
+        return self._run(call) if trains and self._sizes.in_passes else self._as_it_fits(call, self._in_chunks)
 
     def generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of `generate`: the same prompts and the same distribution, other draws."""
@@ -337,30 +305,24 @@ class ModelCalls:
             return original(*args, **kwargs)
         new = self._setting("max_new_tokens", args, kwargs)
         longest = max(shape.length, int(self._setting("max_length", args, kwargs) or 0))
-        call = _Call(
-            original, replace(shape, length=longest if new is None else shape.length + int(new)), args, kwargs
-        )
+        shape = replace(shape, length=longest if new is None else shape.length + int(new))
+        return self._as_it_fits(_Call(original, shape, args, kwargs), self._generated_in_chunks)
+
+    def _as_it_fits(self, call: _Call, in_chunks: Callable[[_Call, Sequence[Sequence[int]]], Any]) -> Any:
         groups = self._groups(call)
         if groups:
             try:
-                return self._generated_in_chunks(call, groups)
+                return in_chunks(call, groups)
             except CannotSplit as refusal:
-                self._sizes.refused = str(refusal)
+                self._sizes.refused = self._given_up[call.shape.kind] = str(refusal)
         return self._run(call)
 
     def _run(self, call: _Call) -> Any:
-        with self._running(call.shape):
-            result = call.original(*call.args, **call.kwargs)
-        self._sizes.ran(call.shape)
-        return result
-
-    @contextlib.contextmanager
-    def _running(self, shape: CallShape) -> Iterator[None]:
-        """While a call of this size runs, calls inside of it pass through."""
-        self._sizes.begins(shape)
+        """Makes a call; calls inside of it pass through."""
+        self._sizes.begins(call.shape)
         inside, self._inside = self._inside, True
         try:
-            yield
+            return call.original(*call.args, **call.kwargs)
         finally:
             self._inside = inside
 
@@ -370,21 +332,21 @@ class ModelCalls:
         """The rows, or sequences, of each chunk; none where the call is made whole."""
         shape, segments = call.shape, call.segments
         allowed = self._sizes.rows_for(shape)
-        wanted, groups, refusal = -(-shape.rows // allowed), list[Sequence[int]](), ""
-        if wanted > 1 or self._together:
-            refusal = self._given_up.get(shape.kind, "") or self._why_whole(call)
-        if wanted > 1 and segments is not None and not refusal:
+        wanted, groups = -(-shape.rows // allowed), list[Sequence[int]]()
+        if wanted == 1 and not self._together:
+            return []
+        refusal = self._given_up.get(shape.kind, "") or self._why_whole(call)
+        if segments is not None and not refusal:
             try:
                 groups.extend(groups_of_segments(call.kwargs, segments, allowed))
             except CannotSplit as refused:
                 refusal = str(refused)
+        count = 1 if refusal else wanted
         if self._together:
             # Each call gathers weights from all ranks: they make equally many.
             most = 1 if refusal or segments is not None else shape.rows
             most_wanted, fewest = votes.largest("the chunks of a call", [wanted, -most], self._device)
             count = round(min(most_wanted, -fewest))
-        else:
-            count = 1 if refusal else wanted
         if wanted > 1 and count == 1:
             self._sizes.refused = refusal or "another rank cannot split its part of it"
         return [] if count == 1 else groups or [*spans(shape.rows, count)]
@@ -395,8 +357,6 @@ class ModelCalls:
         refusal = self._why_generated_whole(call) if call.shape.kind == "generate" else ""
         if refusal:
             return refusal
-        if self._sizes.made_together and not self._together:
-            return "other ranks take part in a forward of the model, as often as this one makes it"
         modules = list(self._module.modules())
         if any(isinstance(each, _BatchNorm) and each.training for each in modules):
             return "batch normalisation computes its statistics over all rows of the batch"
@@ -426,7 +386,6 @@ class ModelCalls:
         outputs, losses = [], []
         for chunk in chunks:
             output, loss = self._chunk(chunk)
-            self._sizes.ran(chunk.shape)
             outputs.append(output)
             losses.append(loss)
         shapes, flat = [chunk.shape for chunk in chunks], call.segments is not None
@@ -448,8 +407,8 @@ class ModelCalls:
         """The outputs for some rows, and what their loss is computed from, if the model computes one."""
 
         def compute(_: Any) -> tuple[Any, Any]:
-            with self._running(call.shape), _losses_kept(_innermost(self._module), call.kwargs) as kept:
-                output = call.original(*call.args, **call.kwargs)
+            with _losses_kept(_innermost(self._module), call.kwargs) as kept:
+                output = self._run(call)
             if any(loss.placeholder._version for loss in kept):
                 raise CannotSplit("the model adds something to its loss")
             return output, kept[0] if kept else None
@@ -460,7 +419,7 @@ class ModelCalls:
         # ZeRO-3 has let go of gathered weights by the time that their sizes are compared.
         check = "none" if self._together else "default"
         again = functools.partial(checkpoint, use_reentrant=False, determinism_check=check)
-        if self._zero and call.kwargs.get("fused_lm_head"):
+        if call.kwargs.get("fused_lm_head") and any(hasattr(each, "ds_id") for each in self._module.parameters()):
             # The backward of TRL's head asks the weight itself whether it is gathered; a checkpoint gives it a copy.
             with Replacements() as replaced:
                 replaced.wrap(_innermost(self._module).base_model, "forward", again)
@@ -555,7 +514,7 @@ def shape_of_call(kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 def spans(total: int, count: int) -> list[range]:
     """The rows of each of so many chunks: of even sizes, so that none is a mere rest."""
-    return [range(*each) for each in itertools.pairwise(total * index // count for index in range(count + 1))]
+    return [range(total * index // count, total * (index + 1) // count) for index in range(count)]
 
 
 def groups_of_segments(batch: Mapping[str, Any], segments: Layout, allowed: int) -> list[list[int]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,19 +22,17 @@ import torch
 from ...hf.adapter import Instrument
 from ...hf.batches import CallShape, Layout, layout_of, select_rows
 from ...hf.objective import has_own_loss
+from ...hf.oom import when_asked
 from ...hf.patching import Replacements
 from .calls import IGNORED_LABEL, CannotSplit, KnownSizes, groups_of_segments, main_input, spans
 
 
 # What the loss of some rows may count for.
 _RULES = ("one", "labels", "rows")
-# Of so many of the smallest tensors an experiment takes gradients, and compares so many that are not zero: LoRA begins
-# with gradients of zero for one of its two matrices.
-_TRIED, _COMPARED = 64, 8
+# Of so many of the smallest tensors an experiment takes gradients.
+_TRIED = 64
 # By how much the tensors are moved for it: where a policy is still its reference, rows are not told apart.
 _MOVED = 0.02
-# What losses ask accelerate for, with numbers for the log.
-_ASKING = ("gather", "gather_for_metrics", "reduce")
 
 
 @dataclass(slots=True)
@@ -54,7 +51,7 @@ def may_compute_in_passes(instrument: Instrument) -> bool:
     """
     trainer, view = instrument.trainer, instrument.view
     known = instrument.objective.name in ("generic", "sft", "dpo", "reward", "grpo", "rloo")
-    sorts = any(str(kind).startswith("aot") for kind in getattr(trainer, "loss_types", None) or [])
+    sorts = "aot" in str(getattr(trainer, "loss_types", None))
     own_loss = has_own_loss(trainer) or "compute_loss" in vars(trainer)
     return known and view.world_size == 1 and not view.under_deepspeed and not sorts and not own_loss
 
@@ -73,10 +70,15 @@ class Microbatches:
         self._hopeless = False
         # Micro-batches that an experiment could have been made with: it is, with the first, second, fourth, eighth.
         self._undecided = 0
+        # By how much kernels for other sizes may differ: on GPUs, products in float32 may be computed in TF32.
+        self._looseness = 1e-4 if instrument.view.device.type == "cpu" else 3e-3
+        dtypes = {each.dtype for each in instrument.trainer.model.parameters()}
+        if instrument.view.autocast_dtype is not None or not dtypes <= {torch.float32, torch.float64}:
+            self._looseness = 0.03
 
     def run(self, compute: Callable[[], torch.Tensor], model: Any, items: Any) -> torch.Tensor:
         """Computes a training step, in passes if it has to be and can be."""
-        instrument, state = self._instrument, self._trainer.state
+        ledger, engine, state = self._instrument.ledger, self._instrument.engine, self._trainer.state
         passes: list[_Pass] = []
         before: list[Any] = []
 
@@ -84,23 +86,23 @@ class Microbatches:
             passes.extend(self._plan(model, batch, items))
             if not passes:
                 return batch
-            before.extend((instrument.ledger.capture(), state.num_input_tokens_seen))
+            before.extend((ledger.capture(), state.num_input_tokens_seen))
             self._sizes.in_passes = True
             # A copy: `compute_loss` may pop keys from the batch it is given.
             return copy.copy(passes[0].batch)
 
         try:
             with self._weighing(passes):
-                with instrument.engine.preparing(begin):
+                with engine.preparing(begin):
                     loss = compute()
                 if not passes:
                     return loss
                 loss = loss * self._weight(passes[0])
                 for each in passes[1:]:
                     # The last pass alone is counted, with the numbers of all.
-                    instrument.ledger.rewind_counts(before[0])
+                    ledger.rewind_counts(before[0])
                     state.num_input_tokens_seen = before[1]
-                    with instrument.engine.preparing(lambda batch: batch, prepared=each.batch):
+                    with engine.preparing(lambda batch: batch, prepared=each.batch):
                         loss = loss + compute() * self._weight(each)
         finally:
             self._sizes.in_passes = False
@@ -134,7 +136,7 @@ class Microbatches:
                 return value
             # What this pass gives may have gradients, which are those of its own rows.
             values = [*(each for _, each in parts[:-1]), value]
-            return _added(values, [each.weights for each in passes], self._numbers[place])
+            return _added(values, passes, self._numbers[place])
 
         with Replacements() as replaced:
             replaced.wrap(self._trainer.accelerator, "backward", backward)
@@ -150,25 +152,24 @@ class Microbatches:
             return []
         shape = _shape_of_batch(batch, layout)
         known = self._sizes.known_rows(shape)
+        if known >= shape.rows:
+            return []
         try:
-            passes = _passes(batch, layout, _chunks(batch, layout, known))
-            if len(passes) < 2:
-                return []
-            if not self._is_decided(passes) and not self._experiment(model, batch, layout, known, items):
+            chunks = _chunks(batch, layout, known)
+            if not self._is_decided(_passes(batch, layout, chunks)):
+                self._experiment(model, batch, layout, len(chunks[0]), items)
+            passes = _passes(batch, layout, chunks)
+            if not self._is_decided(passes):
                 return []
             passes = _passes(batch, layout, _chunks(batch, layout, self._sizes.rows_for(shape)))
         except CannotSplit:
             return []
-        if not self._is_decided(passes):
-            return []
         # The mean over no labels at all is NaN, and counts nothing.
-        return [each for each in passes if self._weight(each)]
+        return [each for each in passes if self._weight(each)] if self._is_decided(passes) else []
 
     def _is_decided(self, passes: Sequence[_Pass]) -> bool:
-        """Whether all rules that are left give the same weights."""
-        if not self._rules or any(rule not in each.weights for each in passes for rule in self._rules):
-            return False
-        return all(
+        """Whether all rules that are left give the same weights; no labels at all give none."""
+        return bool(self._rules) and all(
             math.isclose(each.weights[rule], self._weight(each), rel_tol=1e-6)
             for each in passes
             for rule in self._rules
@@ -176,48 +177,41 @@ class Microbatches:
 
     # ---- the experiment ----
 
-    def _experiment(self, model: Any, batch: Any, layout: Layout, known: int, items: Any) -> bool:
+    def _experiment(self, model: Any, batch: Any, layout: Layout, rows: int, items: Any) -> None:
         """
         Finds the rules by which loss and gradients of some rows, from both ends of the label counts, come of those of
-        two parts of them. Whether all that are left then give the same weights; without a gradient nothing is known.
+        two parts of them; without a gradient nothing is known.
         """
-        rows = len(_chunks(batch, layout, known)[0])
-        labels = [_labels_in(select_rows(batch, layout, [row])) for row in range(layout.rows)]
-        order = sorted(range(layout.rows), key=labels.__getitem__)
+        order = sorted(range(layout.rows), key=lambda row: _labels_in(select_rows(batch, layout, [row])))
         low, high = order[: rows // 2], order[layout.rows - (rows - rows // 2) :]
-        whole, *parts = (*_passes(batch, layout, [[*low, *high]]), *_passes(batch, layout, [low, high] if low else []))
-        if self._hopeless or not low or self._is_decided(parts):
+        if self._hopeless or not low:
+            return
+        (whole,), parts = _passes(batch, layout, [[*low, *high]]), _passes(batch, layout, [low, high])
+        if self._is_decided(parts):
             # Of these rows nothing new can be learned.
-            return False
+            return
         self._undecided += 1
         if self._undecided & (self._undecided - 1):
-            return False
-        smallest = sorted((each for each in model.parameters() if each.requires_grad), key=torch.Tensor.numel)
-        tensors = [each for each in smallest if each.is_floating_point()][:_TRIED]
-        with self._trying(model, tensors):
-            wanted, of_low, of_high = (self._computed(model, each, items, tensors) for each in (whole, *parts))
-            # A loss that goes by what it asks for goes by numbers of all rows.
-            moved = (
-                self._computed(model, _Pass(parts[0].batch, {}), items, tensors, moved=1) if whole.asked else of_low
-            )
-        telling = [place for place, value in enumerate(wanted) if place == 0 or bool(value.any())][: _COMPARED + 1]
-        if len(telling) == 1:
-            return False
+            return
+        with self._trying(model) as tensors:
+            wanted, *found = (self._computed(model, each, items, tensors) for each in (whole, *parts))
+        if not bool(wanted[1].any()):
+            return
         self._rules = [
             rule
             for rule in self._rules or _RULES
-            if all(self._adds_up([of_low[place], of_high[place]], wanted[place], parts, rule) for place in telling)
-            and all(torch.allclose(moved[place], of_low[place], rtol=self._looseness, atol=1e-7) for place in telling)
+            if all(self._adds_up([each[place] for each in found], wanted[place], parts, rule) for place in (0, 1))
         ]
         self._numbers = [self._rule_of_number(place, whole, parts) for place in range(len(whole.asked))]
         # Then the loss compares rows, or does otherwise what no weight makes good.
         self._hopeless = not self._rules
-        return self._is_decided(parts)
 
     @contextlib.contextmanager
-    def _trying(self, model: Any, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    def _trying(self, model: Any) -> Iterator[list[torch.Tensor]]:
         """While something is computed that leaves no trace, without dropout and with some weights beside their own."""
         instrument, trainer = self._instrument, self._trainer
+        trained = [each for each in model.parameters() if each.requires_grad and each.is_floating_point()]
+        tensors = sorted(trained, key=torch.Tensor.numel)[:_TRIED]
         before, tokens = instrument.ledger.capture(), trainer.state.num_input_tokens_seen
         modes = {module: module.training for module in model.modules()}
         values = [tensor.detach().clone() for tensor in tensors]
@@ -229,7 +223,7 @@ class Microbatches:
             model.eval()
             # Trainers ask it whether they train.
             trainer.model.training = True
-            yield
+            yield tensors
         finally:
             self._sizes.in_passes = False
             with torch.no_grad():
@@ -241,34 +235,28 @@ class Microbatches:
             trainer.state.num_input_tokens_seen = tokens
 
     def _computed(
-        self, model: Any, part: _Pass, items: Any, tensors: Sequence[torch.Tensor], moved: int = 0
-    ) -> list[torch.Tensor]:
-        """Loss and gradients of some rows, with what it asks for answered so much too high."""
+        self, model: Any, part: _Pass, items: Any, tensors: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and gradients of some rows; what it asks for is noted."""
         trainer = self._trainer
 
-        def answer(name: str, value: torch.Tensor) -> torch.Tensor:
+        def note(name: str, value: torch.Tensor) -> torch.Tensor:
             part.asked.append((name, value.detach()))
-            return value + moved if moved else value
+            return value
 
         with Replacements() as replaced:
-            _listen(replaced, trainer.accelerator, answer)
+            _listen(replaced, trainer.accelerator, note)
             with trainer.compute_loss_context_manager():
                 loss = trainer.compute_loss(model, copy.copy(part.batch), num_items_in_batch=items)
-            gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
-        return [
-            loss.detach().float(),
-            *(
-                torch.zeros_like(tensor) if gradient is None else gradient.float()
-                for tensor, gradient in zip(tensors, gradients, strict=True)
-            ),
-        ]
+            gradients = torch.autograd.grad(loss, tensors, materialize_grads=True)
+        return loss.detach().float(), torch.cat([each.flatten().to(loss.device, torch.float32) for each in gradients])
 
     def _adds_up(
         self, values: Sequence[torch.Tensor], wanted: torch.Tensor, parts: Sequence[_Pass], rule: str
     ) -> bool:
-        if any(rule not in part.weights for part in parts) or any(value.shape != wanted.shape for value in values):
+        if any(value.shape != wanted.shape for value in values):
             return False
-        apart = (_added(values, [part.weights for part in parts], rule) - wanted).float().norm()
+        apart = (_added(values, parts, rule) - wanted).float().norm()
         return float(apart) <= self._looseness * float(wanted.float().norm()) + 1e-7
 
     def _rule_of_number(self, place: int, whole: _Pass, parts: Sequence[_Pass]) -> str:
@@ -281,24 +269,13 @@ class Microbatches:
             return "each"
         return next((rule for rule in _RULES if self._adds_up(values, wanted, parts, rule)), "")
 
-    @property
-    def _looseness(self) -> float:
-        """By how much kernels for other sizes may differ."""
-        view = self._instrument.view
-        exact = {each.dtype for each in self._trainer.model.parameters()} <= {torch.float32, torch.float64}
-        if view.autocast_dtype is not None or not exact:
-            return 0.03
-        # On GPUs, products in float32 may be computed in TF32.
-        return 1e-4 if view.device.type == "cpu" else 3e-3
-
 
 def _passes(batch: Any, layout: Layout, groups: Sequence[Sequence[int]]) -> list[_Pass]:
-    parts = [select_rows(batch, layout, group) for group in groups]
-    labels = [_labels_in(part) for part in parts]
-    passes = []
-    for part, group, own in zip(parts, groups, labels, strict=True):
-        weights = {"one": 1.0, "rows": len(group) / sum(map(len, groups))}
-        passes.append(_Pass(part, weights | ({"labels": own / sum(labels)} if any(labels) else {})))
+    passes = [_Pass(select_rows(batch, layout, group), {"one": 1.0, "rows": len(group)}) for group in groups]
+    labels = [_labels_in(each.batch) for each in passes]
+    for each, own in zip(passes, labels, strict=True):
+        each.weights["rows"] /= sum(map(len, groups))
+        each.weights["labels"] = own / sum(labels) if any(labels) else math.nan
     return passes
 
 
@@ -306,10 +283,11 @@ def _shape_of_batch(batch: Mapping[str, Any], layout: Layout) -> CallShape:
     """The size of the model's call for a prepared batch."""
     if layout.kind == "segments":
         return CallShape("train", layout.starts[-1], 1)
-    # Prompts and completions are called with side by side.
-    sides = [batch.get(name) for name in ("prompt_ids", "completion_ids")]
-    sides = sides if isinstance(sides[1], torch.Tensor) else [main_input((), batch)]
-    length = sum(each.size(1) for each in sides if isinstance(each, torch.Tensor) and each.dim() > 1)
+    prompts, completions, main = batch.get("prompt_ids"), batch.get("completion_ids"), main_input((), batch)
+    length = main.size(1) if main is not None and main.dim() > 1 else 1
+    if isinstance(prompts, torch.Tensor) and isinstance(completions, torch.Tensor):
+        # They are called with side by side.
+        length = prompts.size(1) + completions.size(1)
     return CallShape("train", layout.rows * (2 if layout.kind == "pairs" else 1), max(length, 1))
 
 
@@ -331,28 +309,20 @@ def _labels_in(batch: Mapping[str, Any]) -> int:
 
 
 def _listen(replaced: Replacements, accelerator: Any, answer: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-    """Has the tensors that a loss asks accelerate about pass through `answer`."""
-    asking = False
+    """Has the tensors that a loss asks accelerate about, with numbers for the log, pass through `answer`."""
 
     def ask(name: str, original: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal asking
-        if asking or not isinstance(value, torch.Tensor):
-            return original(value, *args, **kwargs)
-        asking = True
-        try:
-            return original(answer(name, value), *args, **kwargs)
-        finally:
-            asking = False
+        tells = isinstance(value, torch.Tensor) and name != "pad_across_processes"
+        return original(answer(name, value) if tells else value, *args, **kwargs)
 
-    for name in _ASKING:
-        replaced.wrap(accelerator, name, functools.partial(ask, name))
+    when_asked(replaced, accelerator, ask)
 
 
-def _added(values: Sequence[torch.Tensor], weights: Sequence[Mapping[str, float]], rule: str) -> torch.Tensor:
+def _added(values: Sequence[torch.Tensor], parts: Sequence[_Pass], rule: str) -> torch.Tensor:
     """The values of some rows after the other, as one value of all; by no rule, that of the last."""
     if rule == "each":
         return torch.cat([*values])
     if rule not in _RULES:
         return values[-1]
-    total = torch.stack([value * weight[rule] for value, weight in zip(values, weights, strict=True)]).sum(0)
+    total = torch.stack([value * part.weights[rule] for value, part in zip(values, parts, strict=True)]).sum(0)
     return total if values[0].is_floating_point() else total.round().to(values[0].dtype)
