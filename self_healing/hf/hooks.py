@@ -36,17 +36,11 @@ class Hooks:
 
     # ---- a micro-batch is computed ----
 
-    @property
-    def heals_memory(self) -> bool:
-        """Whether anything is done where memory runs out."""
-        return False
-
     def handle_oom(self, ran_out: OutOfMemory, window: Window | None) -> bool:
-        """Called when memory ran out in a training step, or (without a window) in an evaluation."""
-        return False
-
-    def handle_oom_in_optimizer_step(self, ran_out: OutOfMemory, window: Window | None) -> bool:
-        """Called when memory ran out in `optimizer.step()`, which may have changed some weights."""
+        """
+        Called when memory ran out in a training step, in its `optimizer.step()`, which may have changed some weights,
+        or (without a window) in an evaluation. Whether to try again.
+        """
         return False
 
     def oom_on_one_rank(self, ran_out: OutOfMemory) -> None:

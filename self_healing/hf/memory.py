@@ -10,7 +10,7 @@ import math
 import re
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, TypeVar
 
@@ -71,13 +71,17 @@ def memory_of(device: torch.device) -> int | None:
 
 def fingerprint_of(trainer: Any) -> dict[str, Any]:
     """Facts that have to be the same for sizes that fitted in one process to fit in another."""
-    device, parameters = trainer.accelerator.device, list(trainer.model.parameters())
-    # Under ZeRO-3 there are elements only while they are gathered.
-    sizes = [int(getattr(each, "ds_numel", each.numel())) for each in parameters]
+    device, parameters, trained, dtypes = trainer.accelerator.device, 0, 0, set()
+    for each in trainer.model.parameters():
+        # Under ZeRO-3 there are elements only while they are gathered.
+        size = int(getattr(each, "ds_numel", each.numel()))
+        parameters += size
+        trained += size if each.requires_grad else 0
+        dtypes.add(str(each.dtype))
     return {
-        "parameters": sum(sizes),
-        "trained": sum(size for size, each in zip(sizes, parameters, strict=True) if each.requires_grad),
-        "dtypes": sorted({str(each.dtype) for each in parameters}),
+        "parameters": parameters,
+        "trained": trained,
+        "dtypes": sorted(dtypes),
         "precision": str(trainer.accelerator.mixed_precision),
         "activation_checkpointing": bool(getattr(trainer.args, "gradient_checkpointing", False)),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -134,19 +138,20 @@ def caught(error: BaseException, device: torch.device, place: Place | None = Non
 
 
 def _place_of(error: BaseException) -> Place:
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if any(_ENGINE.match(frame.f_globals.get("__name__", "")) for frame in frames):
-        return "vLLM"
-    if any(_generates(frame) for frame in frames):
+    generates, backward = False, False
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name = frame.f_code.co_name
+        if _ENGINE.match(frame.f_globals.get("__name__", "")):
+            return "vLLM"
+        generates |= name in ("generate", "generate_batch", "_generate_single_turn") and _is_of_model(frame)
+        backward |= name in ("backward", "_engine_run_backward")
+    if generates:
         return "generation"
-    names = {frame.f_code.co_name for frame in frames}
-    return "backward" if names & {"backward", "_engine_run_backward"} else "forward"
+    return "backward" if backward else "forward"
 
 
-def _generates(frame: FrameType) -> bool:
-    """Whether it is a model that generates, or a trainer's call of it: anything may have a function of that name."""
-    if frame.f_code.co_name not in ("generate", "generate_batch", "_generate_single_turn"):
-        return False
+def _is_of_model(frame: FrameType) -> bool:
+    """Whether it runs a method of a model or a trainer: anything may have a function of that name."""
     # Not by the object, which is among the locals: what is read there once is kept, and with it all that did not fit.
     owner = frame.f_globals.get(frame.f_code.co_qualname.partition(".")[0])
     return isinstance(owner, type) and issubclass(owner, (torch.nn.Module, GenerationMixin, Trainer))
@@ -259,9 +264,6 @@ class BatchPlan:
     accumulation: int
     rows_before: int
     accumulation_before: int
-
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
 
 
 def change_batch(trainer: Any, plan: BatchPlan) -> None:

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+# What does not pass by itself.
+_LASTING = (FailureType.OUT_OF_MEMORY, FailureType.DEVICE, FailureType.PROCESS_DIED)
 # How long a rank whose training code has raised in an experiment waits for the others to be through theirs.
 _COMPUTING_SECONDS = 20.0
 
@@ -48,6 +50,8 @@ class OomRetry:
         self._hooks: Hooks = instrument.hooks
         self._failsafe: Failsafe = instrument.failsafe
         self._heartbeat: Heartbeat = instrument.heartbeat
+        # Whether anything is done where memory runs out.
+        self.heals = False
         # Whether anything has run out of memory, or is computed in smaller sizes: then it is noted what fits.
         self.watched = False
         # Whether what is computed is an experiment, which may fail where the run must not.
@@ -55,7 +59,7 @@ class OomRetry:
 
     def caught(self, error: BaseException, place: Place | None = None, alone: bool = False) -> OutOfMemory | None:
         """Takes an exception as an out-of-memory error to be handled; `None` for any other one."""
-        if not self._failsafe.attached or not self._view.can_recompute or not self._hooks.heals_memory:
+        if not self.heals or not self._failsafe.attached:
             return None
         found = caught(error, self._view.device, place)
         self.watched |= found is not None
@@ -76,10 +80,8 @@ class OomRetry:
         for section in ("step", "optimizer", "prediction", "generate"):
             # Row by row, a part takes many times as long.
             self._heartbeat.be_patient(section)
-        in_update = ran_out.place == "optimizer step"
-        handle = self._hooks.handle_oom_in_optimizer_step if in_update else self._hooks.handle_oom
         with self._failsafe.contained():
-            return handle(ran_out, window)
+            return self._hooks.handle_oom(ran_out, window)
         return False
 
     def on_success(self) -> None:
@@ -134,17 +136,11 @@ class OomRetry:
             ran_out = self.caught(error)
             if ran_out is not None and self.handled(ran_out, self._instrument.window):
                 continue
-            if repeated or not self._may_have_passed(error):
+            # What is computed to heal another fault is tried once more: not where other ranks are waiting.
+            if repeated or self._view.world_size > 1 or classify_exception(error) in _LASTING:
                 raise TrainingFault(error, others_wait) from error
+            logger.info("Step %d: computed once more.", self._view.step, exc_info=error)
             repeated = True
-
-    def _may_have_passed(self, error: Exception) -> bool:
-        """Whether what is computed to heal another fault is tried once more: not where other ranks are waiting."""
-        lasting = (FailureType.OUT_OF_MEMORY, FailureType.DEVICE, FailureType.PROCESS_DIED)
-        if self._view.world_size > 1 or classify_exception(error) in lasting:
-            return False
-        logger.info("Step %d: computed once more.", self._view.step, exc_info=error)
-        return True
 
     @contextlib.contextmanager
     def experiment(self) -> Iterator[None]:
@@ -222,7 +218,6 @@ class OneRankRetry:
         self._before: Bookkeeping | None = None
         self._gradients: list[tuple[int, int] | None] = []
         self._collectives: int | None = None
-        self._begun = votes.collectives_begun
         self._failsafe: Failsafe = instrument.failsafe
         # Forwards of the wrapped model in this attempt, and in the one that came furthest.
         self._forwards = self._sent_before = 0
@@ -258,13 +253,13 @@ class OneRankRetry:
                 return "the model is not one of DistributedDataParallel"
             if model.process_group.size() != self._view.world_size:
                 return "DistributedDataParallel spans some of the ranks only"
-        return "" if self._begun() is not None else "the backend does not count its collectives"
+        return "" if votes.collectives_begun() is not None else "the backend does not count its collectives"
 
     def begin(self, window: Window) -> None:
         """Called before a micro-batch, where it is [`possible`] to begin it again, as the rest of what follows."""
         self.end()
         self._forwards = self._sent_before = self._asked = 0
-        self._collectives = self._begun()
+        self._collectives = votes.collectives_begun()
         # The Trainer's own preparation moves a batch to the device: the first one begins where its step does.
         self._start = window.start if self._only_moves and not window.losses else None
         self._preparing = True
@@ -275,7 +270,7 @@ class OneRankRetry:
             return
         # torch's own words, which come in the next forward otherwise.
         self._model._check_reducer_finalized()
-        sent = self._collectives is None or self._begun() != self._collectives
+        sent = self._collectives is None or votes.collectives_begun() != self._collectives
         if not sent and not votes.all_reach("no gradients are sent", seconds=20.0):
             raise RuntimeError(
                 f"step {self._view.step}: rank {processes.own_rank()} has sent no gradients, and the other ranks wait "
@@ -294,7 +289,7 @@ class OneRankRetry:
                 # The running loss is not rewound.
                 self._before = self._start or self._ledger.capture(running_loss=self._trainer._tr_loss)
                 self._gradients = self._versions()
-                self._collectives = self._begun()
+                self._collectives = votes.collectives_begun()
             except Exception as error:
                 self._failsafe.contain(error)
         return batch
@@ -309,7 +304,7 @@ class OneRankRetry:
             return "the batch was being prepared, in which ranks meet"
         if self._view.zero is None and self._model.static_graph and self._view.step == self._first_step:
             return "DistributedDataParallel learns its static graph in the first step"
-        if self._collectives is None or self._begun() != self._collectives:
+        if self._collectives is None or votes.collectives_begun() != self._collectives:
             return "a collective has begun that cannot be begun once more"
         # What is gone was dropped by ZeRO, which does so when the first forward of a step begins.
         changed = (now not in (None, before) for now, before in zip(self._versions(), self._gradients, strict=True))
@@ -340,16 +335,11 @@ class OneRankRetry:
         self._forwards += 1
         if self._forwards <= self._sent_before:
             self._model.require_forward_param_sync = False
-        before = self._begun()
-        result = original(*args, **kwargs)
-        after = self._begun()
-        if before is None or after is None:
-            self._collectives = None
-        elif after != before:
+        before = self._collectives
+        result = self._counted(original, *args, **kwargs)
+        if self._collectives != before and self._before.buffers:
             # Sent, and not to be sent again: the micro-batch goes on from the buffers that came.
-            self._collectives += after - before
-            if self._before.buffers:
-                self._before = self._ledger.with_buffers_of_now(self._before)
+            self._before = self._ledger.with_buffers_of_now(self._before)
         return result
 
     def _ask(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -363,13 +353,21 @@ class OneRankRetry:
                     f"computed again, the loss asks for accelerator.{name}, and asked for {asked} before"
                 )
             return _copied(answer)
-        before = self._begun()
-        answer = original(*args, **kwargs)
-        after = self._begun()
-        self._collectives = None if before is None or after is None else self._collectives + after - before
+        answer = self._counted(original, *args, **kwargs)
         # A copy: what was asked for may be changed in place.
         self._answers.append((name, _copied(answer)))
         return answer
+
+    def _counted(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Makes a call whose collectives need not be begun once more."""
+        before = votes.collectives_begun()
+        result = call(*args, **kwargs)
+        after = votes.collectives_begun()
+        if before is None or after is None or self._collectives is None:
+            self._collectives = None
+        else:
+            self._collectives += after - before
+        return result
 
     def _versions(self) -> list[tuple[int, int] | None]:
         """Tells whether gradients have been added to since: in place, which counts, or by another tensor."""

@@ -91,10 +91,6 @@ class Healers(Healer):
         return found
 
     @property
-    def heals_memory(self) -> bool:
-        return any(each.heals_memory for each in self._healers)
-
-    @property
     def has_claim(self) -> bool:
         return any(each.has_claim for each in self._healers)
 

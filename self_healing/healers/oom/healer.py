@@ -6,6 +6,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ class MemoryState:
         }
 
     def _free_memory(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
-        free_memory(context.running.trainer.accelerator.device)
+        free_memory(self._run.instrument.view.device)
         return {}
 
     def _split_batch(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
@@ -140,7 +141,7 @@ class MemoryState:
         )
         if context.running.objective.name not in ("sft", "dpo", "reward", "generic"):
             context.incident.figures.append("a loss that looks at the whole micro-batch sees fewer rows from here on")
-        return plan.to_dict()
+        return asdict(plan)
 
 
 # ---- healer ----
@@ -152,6 +153,10 @@ _OFTEN, _LATELY = 3, 50
 
 class MemoryHealer(Healer):
     """Heals the out-of-memory errors of one `train()` call."""
+
+    # Of the trainer that trains.
+    _instrument: Instrument
+    _args: Any
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -180,9 +185,11 @@ class MemoryHealer(Healer):
 
     def attach(self, first: bool) -> None:
         """Called with the instrument attached: what earlier processes and entries learned is put to use."""
-        instrument, sizes = self._instrument, self._sizes
+        instrument, sizes = self.run.instrument, self._sizes
+        self._instrument, self._args = instrument, instrument.trainer.args
         if self.config.on_oom == "raise" or not instrument.view.can_recompute:
             return
+        instrument.retry.heals = True
         sizes.step = instrument.view.step
         sizes.failure_is_fatal = processes.world_size() > 1
         sizes.may_fail_once = instrument.one_rank.possible
@@ -191,16 +198,15 @@ class MemoryHealer(Healer):
         self.run.news.on("sizes", self._take_in_sizes)
         if self._state.checkpointing_activations:
             checkpoint_activations(instrument)
-        if self._has_limits():
+        limits, view = sizes.limits, instrument.view
+        if view.sharded:
+            # All ranks have to split alike.
+            limits = votes.any_rank("a size is known not to fit", limits, view.device)
+        if limits:
             self._watch()
         if self.config.on_oom == "backup":
             self._backup = SnapshotRing(generations=1)
             instrument.retry.watched = True
-
-    def _has_limits(self) -> bool:
-        """Whether a size is known not to fit; where all ranks have to split alike, on any of them."""
-        limits, view = self._sizes.limits, self._instrument.view
-        return votes.any_rank("a size is known not to fit", limits, view.device) if view.sharded else limits
 
     def _watch(self) -> None:
         """Has each call of the models go over as few rows as it has to, where it can be split."""
@@ -229,13 +235,10 @@ class MemoryHealer(Healer):
 
     # ---- in a training step, or an evaluation ----
 
-    @property
-    def heals_memory(self) -> bool:
-        """Whether anything is done at all."""
-        return self.config.on_oom != "raise"
-
     def handle_oom(self, ran_out: OutOfMemory, window: Window | None) -> bool:
         """Takes the next rung of the ladder; `False` where the error has to pass."""
+        if ran_out.place == "optimizer step":
+            return self._handle_oom_in_optimizer_step(ran_out, window)
         if self._stepping:
             # While steps are applied again: the state gone back to is good as it is.
             return False
@@ -308,6 +311,7 @@ class MemoryHealer(Healer):
         """Takes a rung beyond splitting: fewer activations, a smaller batch, or the end."""
         if self._instrument.retry.experimenting:
             # The run does not need it: nothing that lasts is done for it, and nothing is saved while it goes on.
+            self._sizes.forget_attempt()
             return False
         run, incident = self.run, context.incident
         refused = self._sizes.refused
@@ -432,7 +436,7 @@ class MemoryHealer(Healer):
         if self._opened is not None:
             self._end().close("unresolved")
 
-    def handle_oom_in_optimizer_step(self, ran_out: OutOfMemory, window: Window | None) -> bool:
+    def _handle_oom_in_optimizer_step(self, ran_out: OutOfMemory, window: Window | None) -> bool:
         """
         A step that changed nothing yet is taken again; one that may have is undone from its backup, or by going back
         to a trusted state. The third time updates are made parameter by parameter, which takes less memory at a time.
@@ -580,17 +584,10 @@ class MemoryHealer(Healer):
         assert self._opened is not None
         opened, self._opened = self._opened, None
         opened.stop_clock()
+        self._sizes.forget_attempt()
         self._context, self._attempts, self._stepping = None, 0, False
         self._failed.clear()
         return opened
-
-    @property
-    def _instrument(self) -> Instrument:
-        return self.run.instrument
-
-    @property
-    def _args(self) -> Any:
-        return self._instrument.trainer.args
 
 
 class MemoryOutsideOfModel:
