@@ -197,11 +197,6 @@ class Instrument:
         for name in ("_evaluate", "_run_epoch", "_finalize_training"):
             self.replace(self.trainer, name, within)
 
-    def intercept_calls(self, model: torch.nn.Module, wrapper: Callable[..., Any]) -> Interception:
-        """Hands calls of a model, with what hooks do around them, to `wrapper(original, *args, **kwargs)`."""
-        compiled = getattr(model, "_compiled_call_impl", None) is not None
-        return self.replace(model, "_compiled_call_impl" if compiled else "_call_impl", wrapper)
-
     @contextlib.contextmanager
     def random_state_kept(self) -> Iterator[None]:
         """Puts the random generators, which training goes on to draw from, back afterwards."""

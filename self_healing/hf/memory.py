@@ -113,13 +113,10 @@ class OutOfMemory:
     requested: int | None
     figures: dict[str, int]
     raised_in: str
+    # Whether it was the host's.
+    on_host: bool
+    # Whether it is to be computed again on this rank, while others wait.
     alone: bool = False
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the memory that ran out was the host's."""
-        text = str(self.error)
-        return isinstance(self.error, (MemoryError, OSError)) or "DefaultCPUAllocator" in text
 
 
 def caught(error: BaseException, device: torch.device, place: Place | None = None) -> OutOfMemory | None:
@@ -132,9 +129,9 @@ def caught(error: BaseException, device: torch.device, place: Place | None = Non
     frames, asked = traceback.extract_tb(error.__traceback__), _REQUEST.search(text_of(error))
     raised_in = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "unknown"
     requested = None if asked is None else int(float(asked.group(1)) * _UNITS[asked.group(2)])
-    found = OutOfMemory(place, error, requested, figures, raised_in)
+    on_host = isinstance(error, (MemoryError, OSError)) or "DefaultCPUAllocator" in str(error)
     release_frames(error)
-    return found
+    return OutOfMemory(place, error, requested, figures, raised_in, on_host)
 
 
 def _place_of(error: BaseException) -> Place:

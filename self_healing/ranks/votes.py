@@ -83,7 +83,7 @@ _votes = _Votes()
 def sum_over_ranks(question: str, answers: _Answers, device: torch.device) -> list[float]:
     """Sums numbers over all ranks; a NaN or Inf of any rank stays one."""
     if world_size() == 1:
-        return answers.tolist() if isinstance(answers, torch.Tensor) else [float(each) for each in answers]
+        return answers.tolist() if isinstance(answers, torch.Tensor) else [*map(float, answers)]
     return _cast(question, _ballot(question, answers, device))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
@@ -46,9 +47,12 @@ class _Frontier:
         self.fits = [(r, n) for r, n in self.fits if r > rows or n > length] + [(rows, length)]
         self.fails = [(r, n) for r, n in self.fails if r > rows or n > length]
 
-    def fail(self, rows: int, length: int) -> None:
+    def fail(self, rows: int, length: int) -> bool:
+        """Notes a size that did not fit; whether as much had failed before."""
+        again = any(rows >= r and length >= n for r, n in self.fails)
         self.fits = [(r, n) for r, n in self.fits if r < rows or n < length]
         self.fails = [(r, n) for r, n in self.fails if r < rows or n < length] + [(rows, length)]
+        return again
 
 
 class KnownSizes:
@@ -151,17 +155,16 @@ class KnownSizes:
     def failed(self, shape: CallShape, with_gradients: bool = True) -> None:
         """A call of this size did not fit; in an evaluation that says nothing about calls `with_gradients`."""
         self.forget_attempt()
-        tried, self._trying, rows, length = self._trying, None, shape.rows, shape.length
+        tried, self._trying = self._trying, None
         kinds: set[Kind] = {shape.kind}
-        if with_gradients and shape.kind == "forward" and self._known(replace(shape, kind="train"))[0] < rows:
+        if with_gradients and shape.kind == "forward" and self._known(replace(shape, kind="train"))[0] < shape.rows:
             # With gradients it needs more; unless it did fit, and another model is the larger one.
             kinds.add("train")
         for kind in kinds:
             frontier = self._frontiers[kind]
-            again = any(rows >= r and length >= n for r, n in frontier.fails)
+            again = frontier.fail(shape.rows, shape.length)
             if tried is not None and (again or self.failure_is_fatal):
                 frontier.wait *= 2
-            frontier.fail(rows, length)
         # Calls without gradients go by what failed with them.
         waiting: set[Kind] = {*kinds, "forward"} if "train" in kinds else kinds
         for kind in waiting:
@@ -207,7 +210,7 @@ class KnownSizes:
 
 def _half_of(failed: list[tuple[int, int]], length: int) -> int:
     """Rows of this length with half as many tokens as the smallest call that failed."""
-    return min(r * n for r, n in failed) // 2 // length
+    return min(map(math.prod, failed)) // 2 // length
 
 
 # ---- calls ----
@@ -495,7 +498,7 @@ def _is_cache(value: Any) -> bool:
 
 def main_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """The tensor that says how many rows a call has; `None` if it has none."""
-    for value in (*(kwargs.get(name) for name in _MAIN_INPUTS), *args, *kwargs.values()):
+    for value in (*map(kwargs.get, _MAIN_INPUTS), *args, *kwargs.values()):
         found = main_input((), value) if isinstance(value, Mapping) else value
         if isinstance(found, torch.Tensor) and found.dim() > 0:
             return found

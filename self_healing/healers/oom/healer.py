@@ -173,6 +173,8 @@ class MemoryHealer(Healer):
         self._stepping = False
         self._attempts = 0
         self._failed: set[CallShape] = set()
+        # Why the calls of a model are made whole, whatever they do.
+        self._why_never_split = ""
         self._passed: deque[int] = deque(maxlen=_OFTEN)
         # Holds the state right before the step that is being taken, where that is asked for.
         self._backup: SnapshotRing | None = None
@@ -190,6 +192,13 @@ class MemoryHealer(Healer):
         if self.config.on_oom == "raise" or not instrument.view.can_recompute:
             return
         instrument.retry.heals = True
+        if self._args.n_gpu > 1:
+            self._why_never_split = "nn.DataParallel makes replicas of the model for each call"
+        elif instrument.view.has_flat_parameters:
+            self._why_never_split = (
+                "FSDP1 has the weights in flat parameters, which change with each forward (calls are split with "
+                '"fsdp_version": 2 in fsdp_config)'
+            )
         sizes.step = instrument.view.step
         sizes.failure_is_fatal = processes.world_size() > 1
         sizes.may_fail_once = instrument.one_rank.possible
@@ -212,15 +221,18 @@ class MemoryHealer(Healer):
         """Has each call of the models go over as few rows as it has to, where it can be split."""
         instrument, sizes = self._instrument, self._sizes
         view = instrument.view
-        if self._interceptions or not view.can_recompute or self._why_never_split:
+        if self._interceptions or self._why_never_split:
             return
         instrument.retry.watched = True
         instrument.call.passes = Microbatches(instrument, sizes) if may_compute_in_passes(instrument) else None
         for model in view.models():
             calls = ModelCalls(model, sizes, view.device)
-            self._interceptions.append(instrument.intercept_calls(model, calls.call))
+            # What hooks of the model do is part of its call.
+            compiled = getattr(model, "_compiled_call_impl", None) is not None
+            made_by = "_compiled_call_impl" if compiled else "_call_impl"
+            self._interceptions.append(instrument.replaced.wrap(model, made_by, calls.call))
             if hasattr(model, "generate"):
-                self._interceptions.append(instrument.replace(model, "generate", calls.generate))
+                self._interceptions.append(instrument.replaced.wrap(model, "generate", calls.generate))
 
     def _leave_alone(self) -> None:
         """Gives the models their own calls back."""
@@ -521,18 +533,6 @@ class MemoryHealer(Healer):
         if self.config.on_oom != "raise" and self._state.take_over(content, own=False):
             self._watch()
             self._state.write()
-
-    @property
-    def _why_never_split(self) -> str:
-        """Says why the calls of a model are made whole, whatever they do; empty if they can be split."""
-        if self._args.n_gpu > 1:
-            return "nn.DataParallel makes replicas of the model for each call"
-        if self._instrument.view.has_flat_parameters:
-            return (
-                "FSDP1 has the weights in flat parameters, which change with each forward (calls are split with "
-                '"fsdp_version": 2 in fsdp_config)'
-            )
-        return ""
 
     def _whole_batch(self, ran_out: OutOfMemory) -> CallShape:
         """Gives what the first failure of a process says, whose calls are not watched yet."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ...hf.adapter import Instrument
-from ...hf.batches import CallShape, Layout, layout_of, select_rows
+from ...hf.batches import CallShape, Layout, layout_of, preparing, select_rows
 from ...hf.objective import has_own_loss
 from ...hf.oom import when_asked
 from ...hf.patching import Replacements
@@ -37,10 +37,11 @@ _MOVED = 0.02
 
 @dataclass(slots=True)
 class _Pass:
-    """Some rows of a micro-batch; what their loss counts for by each rule, and what it asked accelerate for."""
+    """Some rows of a micro-batch; what their loss counts for, by each rule and in the end, and what it asked for."""
 
     batch: Any
     weights: dict[str, float]
+    weight: float = math.nan
     asked: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
 
@@ -78,7 +79,7 @@ class Microbatches:
 
     def run(self, compute: Callable[[], torch.Tensor], model: Any, items: Any) -> torch.Tensor:
         """Computes a training step, in passes if it has to be and can be."""
-        ledger, engine, state = self._instrument.ledger, self._instrument.engine, self._trainer.state
+        ledger, trainer, state = self._instrument.ledger, self._trainer, self._trainer.state
         passes: list[_Pass] = []
         before: list[Any] = []
 
@@ -93,24 +94,21 @@ class Microbatches:
 
         try:
             with self._weighing(passes):
-                with engine.preparing(begin):
+                with preparing(trainer, begin):
                     loss = compute()
                 if not passes:
                     return loss
-                loss = loss * self._weight(passes[0])
+                loss = loss * passes[0].weight
                 for each in passes[1:]:
                     # The last pass alone is counted, with the numbers of all.
                     ledger.rewind_counts(before[0])
                     state.num_input_tokens_seen = before[1]
-                    with engine.preparing(lambda batch: batch, prepared=each.batch):
-                        loss = loss + compute() * self._weight(each)
+                    with preparing(trainer, lambda batch: batch, prepared=each.batch):
+                        loss = loss + compute() * each.weight
         finally:
             self._sizes.in_passes = False
         self._sizes.pieces = max(self._sizes.pieces, len(passes))
         return loss
-
-    def _weight(self, part: _Pass) -> float:
-        return part.weights[self._rules[0]]
 
     @contextlib.contextmanager
     def _weighing(self, passes: list[_Pass]) -> Iterator[None]:
@@ -120,7 +118,7 @@ class Microbatches:
         def backward(original: Callable[..., None], loss: torch.Tensor, **kwargs: Any) -> None:
             if passes:
                 done.append(passes[len(done)])
-                loss = loss * self._weight(done[-1])
+                loss = loss * done[-1].weight
             original(loss, **kwargs)
 
         def answer(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -156,24 +154,27 @@ class Microbatches:
             return []
         try:
             chunks = _chunks(batch, layout, known)
-            if not self._is_decided(_passes(batch, layout, chunks)):
-                self._experiment(model, batch, layout, len(chunks[0]), items)
             passes = _passes(batch, layout, chunks)
+            if not self._is_decided(passes):
+                self._experiment(model, batch, layout, len(chunks[0]), items)
             if not self._is_decided(passes):
                 return []
             passes = _passes(batch, layout, _chunks(batch, layout, self._sizes.rows_for(shape)))
         except CannotSplit:
             return []
         # The mean over no labels at all is NaN, and counts nothing.
-        return [each for each in passes if self._weight(each)] if self._is_decided(passes) else []
+        return [each for each in passes if each.weight] if self._is_decided(passes) else []
 
     def _is_decided(self, passes: Sequence[_Pass]) -> bool:
-        """Whether all rules that are left give the same weights; no labels at all give none."""
-        return bool(self._rules) and all(
-            math.isclose(each.weights[rule], self._weight(each), rel_tol=1e-6)
-            for each in passes
-            for rule in self._rules
-        )
+        """Weighs passes: whether all rules that are left give the same weights; no labels at all give none."""
+        if not self._rules:
+            return False
+        for each in passes:
+            weights = [each.weights[rule] for rule in self._rules]
+            each.weight = weights[0]
+            if not max(weights) - min(weights) <= 1e-6 * max(weights):
+                return False
+        return True
 
     # ---- the experiment ----
 
@@ -194,13 +195,14 @@ class Microbatches:
         if self._undecided & (self._undecided - 1):
             return
         with self._trying(model) as tensors:
-            wanted, *found = (self._computed(model, each, items, tensors) for each in (whole, *parts))
-        if not bool(wanted[1].any()):
+            computed = [self._computed(model, each, items, tensors) for each in (whole, *parts)]
+        (loss, *losses), (gradient, *gradients) = zip(*computed, strict=True)
+        if not bool(gradient.any()):
             return
         self._rules = [
             rule
             for rule in self._rules or _RULES
-            if all(self._adds_up([each[place] for each in found], wanted[place], parts, rule) for place in (0, 1))
+            if self._adds_up(losses, loss, parts, rule) and self._adds_up(gradients, gradient, parts, rule)
         ]
         self._numbers = [self._rule_of_number(place, whole, parts) for place in range(len(whole.asked))]
         # Then the loss compares rows, or does otherwise what no weight makes good.
@@ -254,8 +256,6 @@ class Microbatches:
     def _adds_up(
         self, values: Sequence[torch.Tensor], wanted: torch.Tensor, parts: Sequence[_Pass], rule: str
     ) -> bool:
-        if any(value.shape != wanted.shape for value in values):
-            return False
         apart = (_added(values, parts, rule) - wanted).float().norm()
         return float(apart) <= self._looseness * float(wanted.float().norm()) + 1e-7
 
@@ -267,15 +267,17 @@ class Microbatches:
         values = [part.asked[place][1] for part in parts]
         if wanted.dim() and wanted.size(0) == sum(value.size(0) for value in values):
             return "each"
+        if any(value.shape != wanted.shape for value in values):
+            return ""
         return next((rule for rule in _RULES if self._adds_up(values, wanted, parts, rule)), "")
 
 
 def _passes(batch: Any, layout: Layout, groups: Sequence[Sequence[int]]) -> list[_Pass]:
-    passes = [_Pass(select_rows(batch, layout, group), {"one": 1.0, "rows": len(group)}) for group in groups]
-    labels = [_labels_in(each.batch) for each in passes]
-    for each, own in zip(passes, labels, strict=True):
-        each.weights["rows"] /= sum(map(len, groups))
-        each.weights["labels"] = own / sum(labels) if any(labels) else math.nan
+    parts = [select_rows(batch, layout, group) for group in groups]
+    labels, rows, passes = [*map(_labels_in, parts)], sum(map(len, groups)), []
+    for part, group, own in zip(parts, groups, labels, strict=True):
+        share = own / sum(labels) if any(labels) else math.nan
+        passes.append(_Pass(part, {"one": 1.0, "labels": share, "rows": len(group) / rows}))
     return passes
 
 
