@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
@@ -306,10 +307,10 @@ class ModelCalls:
         shape = shape_of_call("generate", args, kwargs)
         if shape is None:
             return original(*args, **kwargs)
-        new = self._setting("max_new_tokens", args, kwargs)
-        longest = max(shape.length, int(self._setting("max_length", args, kwargs) or 0))
-        shape = replace(shape, length=longest if new is None else shape.length + int(new))
-        return self._as_it_fits(_Call(original, shape, args, kwargs), self._generated_in_chunks)
+        call = _Call(original, shape, args, kwargs)
+        new, most = self._setting("max_new_tokens", call), self._setting("max_length", call)
+        longest = max(shape.length, int(most or 0)) if new is None else shape.length + int(new)
+        return self._as_it_fits(replace(call, shape=replace(shape, length=longest)), self._generated_in_chunks)
 
     def _as_it_fits(self, call: _Call, in_chunks: Callable[[_Call, Sequence[Sequence[int]]], Any]) -> Any:
         groups = self._groups(call)
@@ -378,7 +379,7 @@ class ModelCalls:
                 return f"`{name}` may look at the whole batch"
         if any(callable(value) and not isinstance(value, torch.Tensor) for value in call.args):
             return "a function among the positional arguments may look at the whole batch"
-        if self._setting("return_dict_in_generate", call.args, call.kwargs):
+        if self._setting("return_dict_in_generate", call):
             return "generation returns more than the tokens (return_dict_in_generate=True)"
         return ""
 
@@ -438,21 +439,19 @@ class ModelCalls:
                 raise CannotSplit("generation returns something else than the tokens")
             pieces.append(piece)
         self._sizes.pieces = max(self._sizes.pieces, len(pieces))
-        longest, padding = max(piece.size(1) for piece in pieces), self._padding(call)
-        padded = [torch.nn.functional.pad(piece, (0, longest - piece.size(1)), value=padding) for piece in pieces]
-        return torch.cat(padded)
+        padding = self._setting("pad_token_id", call)
+        if padding is None:
+            # One token, or several.
+            padding = self._setting("eos_token_id", call)
+        value = int(torch.as_tensor(0 if padding is None else padding).flatten()[0])
+        longest = max(piece.size(1) for piece in pieces)
+        return torch.cat([pad(piece, (0, longest - piece.size(1)), value=value) for piece in pieces])
 
-    def _setting(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _setting(self, name: str, call: _Call) -> Any:
         """As `generate` takes it: from its arguments, their configuration, the model's."""
-        configs = [kwargs.get("generation_config"), *args, getattr(self._module, "generation_config", None)]
-        values = [kwargs.get(name), *(getattr(config, name, None) for config in configs if _is_config(config))]
+        configs = [call.kwargs.get("generation_config"), *call.args, getattr(self._module, "generation_config", None)]
+        values = [call.kwargs.get(name), *(getattr(config, name, None) for config in configs if _is_config(config))]
         return next((value for value in values if value is not None), None)
-
-    def _padding(self, call: _Call) -> int:
-        found = self._setting("pad_token_id", call.args, call.kwargs)
-        found = self._setting("eos_token_id", call.args, call.kwargs) if found is None else found
-        found = found.flatten().tolist() if isinstance(found, torch.Tensor) else found
-        return int((found[0] if isinstance(found, (list, tuple)) else found) or 0)
 
 
 @contextlib.contextmanager
@@ -593,7 +592,7 @@ def _joined_leaf(values: Sequence[Any], shapes: Sequence[CallShape], flat: bool)
         if missing not in ((0, 1) if flat else (0,)):
             raise CannotSplit(f"the model gives a tensor of size {tuple(value.shape)} for {shape}")
         padded = missing == 1 and place < len(values) - 1
-        parts.append(torch.nn.functional.pad(value, (*(0, 0) * (value.dim() - 2), 0, 1)) if padded else value)
+        parts.append(pad(value, (*(0, 0) * (value.dim() - 2), 0, 1)) if padded else value)
     if len({(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}) > 1:
         raise CannotSplit("the model gives tensors of sizes that depend on the rows it is given")
     return torch.cat(parts, dim=dim)

@@ -282,7 +282,8 @@ class MemoryHealer(Healer):
         if free and self._attempts == 1:
             return True
         if ran_out.alone:
-            return self._end_the_job(ran_out)
+            self.oom_on_one_rank(ran_out)
+            return False
         why = "its engine has kept requests of the call that failed, and would mix them with the next ones"
         if free:
             why = "freeing cached memory did not help"
@@ -332,7 +333,8 @@ class MemoryHealer(Healer):
         if "not_split" not in incident.evidence:
             run.journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, incident.cause, {"not_split": why})
         if ran_out.alone:
-            return self._end_the_job(ran_out)
+            self.oom_on_one_rank(ran_out)
+            return False
         in_training = context.window is not None and ran_out.place in ("forward", "backward")
         may_keep_fewer = in_training and not self._state.checkpointing_activations
         if may_keep_fewer and self.actions.apply(Action.CHECKPOINT_ACTIVATIONS, context, self._args)["checkpointing"]:
@@ -470,7 +472,8 @@ class MemoryHealer(Healer):
             self.run.journal.diagnosed(context.incident, FailureType.OUT_OF_MEMORY, cause, {"weights": weights})
         if ran_out.alone and (not undone or self._attempts > 1):
             # Another kind of update would not be that of the other ranks.
-            return self._end_the_job(ran_out)
+            self.oom_on_one_rank(ran_out)
+            return False
         if not undone:
             self.run.healers.heal_interrupted_step(context)
         if self._attempts == 3 and update_one_by_one(instrument):
@@ -493,14 +496,11 @@ class MemoryHealer(Healer):
 
     # ---- one of several processes ----
 
-    def _end_the_job(self, ran_out: OutOfMemory) -> bool:
-        """Gives up on one rank alone: what is left to be done takes the other ranks, and they wait for this one."""
-        self.oom_on_one_rank(ran_out)
-        self._end().close("unresolved")
-        return False
-
     def oom_on_one_rank(self, ran_out: OutOfMemory) -> None:
-        """Writes down what did not fit, so that the next start of the job begins with smaller pieces."""
+        """
+        Gives up on one rank alone: what is left to be done takes the other ranks, and they wait for this one. Writes
+        down what did not fit, so that the next start of the job begins with smaller pieces.
+        """
         # No size of a call is to blame for what an engine or an optimizer lacks.
         of_its_own = ran_out.place in ("vLLM", "optimizer step")
         self._told = ADVICE[ran_out.place] if of_its_own else self._note_for_the_next_start(ran_out)
@@ -512,12 +512,20 @@ class MemoryHealer(Healer):
             self._args.process_index,
             self._told,
         )
+        if self._opened is not None:
+            self._end().close("unresolved")
 
     def _note_for_the_next_start(self, ran_out: OutOfMemory) -> str:
         """Writes down what did not fit; says why it is not healed here, and what the next start does."""
         sizes, one_rank, shape = self._sizes, self._instrument.one_rank, self._shape(ran_out)
         sizes.step = self._instrument.view.step
-        failed = shape or self._whole_batch(ran_out)
+        # Of the first failure of a process, whose calls are not watched yet, the size of its batches is known.
+        failed = shape or CallShape("train", self._args.per_device_train_batch_size, 1)
+        if shape is None and ran_out.place == "generation":
+            of_all = int(getattr(self._args, "generation_batch_size", None) or 1)
+            failed = CallShape("generate", max(of_all // processes.world_size(), 1), 1)
+        elif shape is None and ran_out.place == "evaluation":
+            failed = CallShape("forward", self._args.per_device_eval_batch_size, 1)
         sizes.failed(failed, with_gradients=ran_out.place != "evaluation")
         self._state.write()
         why_not_here = "" if ran_out.alone else one_rank.why_not(ran_out.place)
@@ -530,18 +538,9 @@ class MemoryHealer(Healer):
     def _take_in_sizes(self, rank: int, content: Mapping[str, Any]) -> None:
         """Splits alike from here on what did not fit on another rank: this one would only wait for it."""
         self._sizes.step = self._instrument.view.step
-        if self.config.on_oom != "raise" and self._state.take_over(content, own=False):
+        if self._state.take_over(content, own=False):
             self._watch()
             self._state.write()
-
-    def _whole_batch(self, ran_out: OutOfMemory) -> CallShape:
-        """Gives what the first failure of a process says, whose calls are not watched yet."""
-        if ran_out.place == "generation":
-            of_all = int(getattr(self._args, "generation_batch_size", None) or 1)
-            return CallShape("generate", max(of_all // processes.world_size(), 1), 1)
-        if ran_out.place == "evaluation":
-            return CallShape("forward", self._args.per_device_eval_batch_size, 1)
-        return CallShape("train", self._args.per_device_train_batch_size, 1)
 
     # ---- what is written down ----
 
