@@ -18,6 +18,7 @@ from conftest import (
 from test_memory import TooManyRows, assert_same_run, run
 from transformers import DataCollatorWithFlattening
 
+from self_healing import SelfHealingCallback, UnrecoverableTrainingError
 from self_healing.healers.oom.microbatches import Microbatches
 
 
@@ -125,6 +126,14 @@ def test_without_such_a_weight_nothing_is_weighed(
     (passes,) = made
     assert passes._rules == []
     assert passes._sizes.pieces == 1
+
+
+def test_a_model_that_normalises_over_the_batch_is_not_computed_in_passes(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = plain_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+    trainer.model.norm_of_batches = torch.nn.BatchNorm1d(3)
+    TooManyRows(trainer.model, 2)
+    with pytest.raises(UnrecoverableTrainingError, match="batch normalisation"):
+        trainer.train()
 
 
 def test_sequences_of_a_flattened_batch_stay_whole(tmp_path: Path, tokenizer: Any, made: Any) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...hf.adapter import Instrument
 from ...hf.batches import CallShape, Layout, layout_of, preparing, select_rows
@@ -48,13 +49,16 @@ class _Pass:
 def may_compute_in_passes(instrument: Instrument) -> bool:
     """
     Whether a training step may be computed in passes over its rows: no other process takes part in it, and its loss is
-    one of the libraries that compare no rows (DPO's `aot` sorts the batch).
+    one of the libraries that compare no rows (DPO's `aot` sorts the batch), of a model that does not either.
     """
     trainer, view = instrument.trainer, instrument.view
     known = instrument.objective.name in ("generic", "sft", "dpo", "reward", "grpo", "rloo")
-    sorts = "aot" in str(getattr(trainer, "loss_types", None))
+    alone = view.world_size == 1 and not view.under_deepspeed
     own_loss = has_own_loss(trainer) or "compute_loss" in vars(trainer)
-    return known and view.world_size == 1 and not view.under_deepspeed and not sorts and not own_loss
+    compares = "aot" in str(getattr(trainer, "loss_types", None))
+    # An experiment would not tell: in it, the statistics are not those of its rows.
+    compares |= any(isinstance(each, _BatchNorm) for each in trainer.model.modules())
+    return known and alone and not own_loss and not compares
 
 
 class Microbatches:
