@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.nn.functional import pad
@@ -38,9 +38,6 @@ PROBE_STEPS = 50
 class _Frontier:
     """The largest sizes (rows, length) of one kind of call that did fit, and the smallest that did not."""
 
-    wait: int
-    # The step from which on a size that has failed is tried again.
-    next_retry: int = 0
     fits: list[tuple[int, int]] = field(default_factory=list)
     fails: list[tuple[int, int]] = field(default_factory=list)
 
@@ -60,13 +57,10 @@ class KnownSizes:
     """Remembers which sizes of model calls fitted, and tells how many rows of the next one may run at a time."""
 
     def __init__(self, probe_steps: int | None = None) -> None:
-        self._base_wait = PROBE_STEPS if probe_steps is None else probe_steps
-        self._frontiers: dict[Kind, _Frontier] = {
-            "train": _Frontier(self._base_wait),
-            "forward": _Frontier(self._base_wait),
-            "generate": _Frontier(self._base_wait),
-        }
-        self.step = 0
+        self._base_wait = self._wait = PROBE_STEPS if probe_steps is None else probe_steps
+        self._frontiers: dict[Kind, _Frontier] = {kind: _Frontier() for kind in get_args(Kind)}
+        # Steps finished, and from how many on a size that has failed is tried again.
+        self.step = self._next_retry = 0
         # Calls since the last failure, and the last of each kind: if one does not fit, it is the last one.
         self._seen: list[CallShape] = []
         self.begun: dict[Kind, CallShape] = {}
@@ -102,7 +96,7 @@ class KnownSizes:
             rows = -(-shape.rows // -(-pieces // 2))
             waits = self.failure_is_fatal or any(rows >= r and shape.length >= n for r, n in failed)
             too_many = self.failure_is_fatal and rows > _half_of(failed, shape.length)
-            if too_many or (waits and self.step < self._frontiers[shape.kind].next_retry):
+            if too_many or (waits and self.step < self._next_retry):
                 return known
         self._trying = replace(shape, rows=rows)
         return rows
@@ -151,7 +145,7 @@ class KnownSizes:
             self.changed = True
             if len(frontier.fails) < failures:
                 # Growing as long as it goes well.
-                frontier.wait = self._base_wait
+                self._wait = self._base_wait
 
     def failed(self, shape: CallShape, with_gradients: bool = True) -> None:
         """A call of this size did not fit; in an evaluation that says nothing about calls `with_gradients`."""
@@ -161,15 +155,10 @@ class KnownSizes:
         if with_gradients and shape.kind == "forward" and self._known(replace(shape, kind="train"))[0] < shape.rows:
             # With gradients it needs more; unless it did fit, and another model is the larger one.
             kinds.add("train")
-        for kind in kinds:
-            frontier = self._frontiers[kind]
-            again = frontier.fail(shape.rows, shape.length)
-            if tried is not None and (again or self.failure_is_fatal):
-                frontier.wait *= 2
-        # Calls without gradients go by what failed with them.
-        waiting: set[Kind] = {*kinds, "forward"} if "train" in kinds else kinds
-        for kind in waiting:
-            self._frontiers[kind].next_retry = self.step + self._frontiers[kind].wait
+        again = [self._frontiers[kind].fail(shape.rows, shape.length) for kind in kinds]
+        if tried is not None and (self.failure_is_fatal or any(again)):
+            self._wait *= 2
+        self._next_retry = self.step + self._wait
         self.changed = True
 
     def is_tried(self, shape: CallShape) -> bool:
@@ -186,7 +175,7 @@ class KnownSizes:
     def more_room(self) -> None:
         """Less memory is needed per row from now on: what failed may fit."""
         for kind in ("train", "forward"):
-            self._frontiers[kind] = _Frontier(self._base_wait)
+            self._frontiers[kind] = _Frontier()
         self._trying = None
         self.changed = True
 
@@ -206,7 +195,7 @@ class KnownSizes:
                 frontier.fail(int(rows), int(length))
             for rows, length in known.get("fits", []) if own else []:
                 frontier.fit(int(rows), int(length))
-            frontier.next_retry = self.step + frontier.wait
+        self._next_retry = self.step + self._wait
 
 
 def _half_of(failed: list[tuple[int, int]], length: int) -> int:
