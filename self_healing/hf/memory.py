@@ -271,30 +271,25 @@ def change_batch(trainer: Any, plan: BatchPlan) -> None:
     trainer._train_batch_size = plan.rows
 
 
-class CannotReduce(Exception):
-    """Raised where a smaller batch would change what is trained; the message says why."""
-
-
-def smaller_batch(trainer: Any, objective: str, refused: str = "") -> BatchPlan:
-    """Finds the next smaller size, by the smallest factor that divides it."""
+def smaller_batch(trainer: Any, objective: str, refused: str = "") -> BatchPlan | str:
+    """Finds the next smaller size, by the smallest factor that divides it; or says why there is none."""
     args = trainer.args
     rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     factor = next((factor for factor in range(2, rows + 1) if rows % factor == 0), None)
     if factor is None:
-        raise CannotReduce(f"per_device_train_batch_size is {rows} already")
-    plan = BatchPlan(rows // factor, accumulation * factor, rows, accumulation)
-    kinds = getattr(trainer, "loss_types", None) or []
+        return f"per_device_train_batch_size is {rows} already"
     if objective == "kto":
-        raise CannotReduce("KTO subtracts a statistic of the micro-batch")
-    if objective == "dpo" and any(str(kind).startswith("aot") for kind in kinds):
-        raise CannotReduce("the loss sorts the micro-batch")
-    coupled = "batch normalisation" in refused or "depend on each other" in refused
-    if why := (refused if coupled else "") or _why_not(trainer, plan):
-        raise CannotReduce(why)
-    return plan
+        return "KTO subtracts a statistic of the micro-batch"
+    if objective == "dpo" and "aot" in str(getattr(trainer, "loss_types", None)):
+        return "the loss sorts the micro-batch"
+    if "batch normalisation" in refused:
+        return refused
+    plan = BatchPlan(rows // factor, accumulation * factor, rows, accumulation)
+    return _why_other_steps(trainer, plan) or plan
 
 
-def _why_not(trainer: Any, plan: BatchPlan) -> str:
+def _why_other_steps(trainer: Any, plan: BatchPlan) -> str:
+    """Says why the steps would not hold the same rows; empty if they do."""
     args = trainer.args
     if hasattr(args, "num_generations"):
         return "generations are made for batches of the size there is"

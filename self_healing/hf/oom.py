@@ -172,25 +172,8 @@ class OomRetry:
             votes.tell_raised(self._view.device)
 
 
-def when_asked(replaced: Replacements, accelerator: Any, ask: Callable[..., Any]) -> None:
-    """
-    Has what a loss asks accelerate for, in which ranks meet, pass through `ask(name, original, *args, **kwargs)`; what
-    is asked for meanwhile is none of the loss.
-    """
-    asking = False
-
-    def outermost(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        nonlocal asking
-        if asking:
-            return original(*args, **kwargs)
-        asking = True
-        try:
-            return ask(name, original, *args, **kwargs)
-        finally:
-            asking = False
-
-    for name in ("gather_for_metrics", "gather", "reduce", "pad_across_processes"):
-        replaced.wrap(accelerator, name, functools.partial(outermost, name))
+# By which losses ask accelerate for what other ranks know.
+ASKING = ("gather_for_metrics", "gather", "reduce")
 
 
 class OneRankRetry:
@@ -221,9 +204,10 @@ class OneRankRetry:
         self._failsafe: Failsafe = instrument.failsafe
         # Forwards of the wrapped model in this attempt, and in the one that came furthest.
         self._forwards = self._sent_before = 0
-        # What was asked through accelerate, and what came back; how often this attempt has asked.
+        # What was asked through accelerate, and what came back; how often this attempt has asked; whether it does.
         self._answers: list[tuple[str, Any]] = []
         self._asked = 0
+        self._asking = False
 
     def attach(self) -> None:
         """Watches the wrapped model, if it is one of DDP or ZeRO."""
@@ -239,7 +223,8 @@ class OneRankRetry:
         if self._view.zero is None:
             self._replaced.wrap(model, "_pre_forward", self._pre_forward)
         self._replaced.wrap(self._trainer, "_prepare_inputs", self._prepare)
-        when_asked(self._replaced, self._trainer.accelerator, self._ask)
+        for name in (*ASKING, "pad_across_processes"):
+            self._replaced.wrap(self._trainer.accelerator, name, functools.partial(self._ask, name))
 
     def _why_never(self, model: Any) -> str:
         """Says why no micro-batch can be computed again on one rank alone; empty if some can."""
@@ -335,15 +320,20 @@ class OneRankRetry:
         self._forwards += 1
         if self._forwards <= self._sent_before:
             self._model.require_forward_param_sync = False
-        before = self._collectives
-        result = self._counted(original, *args, **kwargs)
-        if self._collectives != before and self._before.buffers:
+        before = votes.collectives_begun()
+        result = original(*args, **kwargs)
+        after = votes.collectives_begun()
+        if before is None or after is None:
+            self._collectives = None
+        elif after != before:
             # Sent, and not to be sent again: the micro-batch goes on from the buffers that came.
-            self._before = self._ledger.with_buffers_of_now(self._before)
+            self._collectives += after - before
+            if self._before.buffers:
+                self._before = self._ledger.with_buffers_of_now(self._before)
         return result
 
     def _ask(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._before is None or self._collectives is None:
+        if self._before is None or self._collectives is None or self._asking:
             return original(*args, **kwargs)
         self._asked += 1
         if self._asked <= len(self._answers):
@@ -353,21 +343,16 @@ class OneRankRetry:
                     f"computed again, the loss asks for accelerator.{name}, and asked for {asked} before"
                 )
             return _copied(answer)
-        answer = self._counted(original, *args, **kwargs)
+        before, self._asking = votes.collectives_begun(), True
+        try:
+            answer = original(*args, **kwargs)
+        finally:
+            self._asking = False
+        after = votes.collectives_begun()
+        self._collectives = None if before is None or after is None else self._collectives + after - before
         # A copy: what was asked for may be changed in place.
         self._answers.append((name, _copied(answer)))
         return answer
-
-    def _counted(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Makes a call whose collectives need not be begun once more."""
-        before = votes.collectives_begun()
-        result = call(*args, **kwargs)
-        after = votes.collectives_begun()
-        if before is None or after is None or self._collectives is None:
-            self._collectives = None
-        else:
-            self._collectives += after - before
-        return result
 
     def _versions(self) -> list[tuple[int, int] | None]:
         """Tells whether gradients have been added to since: in place, which counts, or by another tensor."""

@@ -17,7 +17,6 @@ from ...failures.recipes import FAILURE_RECIPES, Action, FailureType, text_of
 from ...hf.adapter import Instrument
 from ...hf.batches import CallShape
 from ...hf.memory import (
-    CannotReduce,
     OutOfMemory,
     change_batch,
     checkpoint_activations,
@@ -341,15 +340,13 @@ class MemoryHealer(Healer):
             self._failed.clear()
             return True
         if in_training and run.may_enter_again and self.config.oom_reduce_batch:
-            try:
-                plan = smaller_batch(self._instrument.trainer, self._instrument.objective.name, refused)
-            except CannotReduce as refusal:
-                why = f"{why}; the batch cannot be made smaller either: {refusal}"
-            else:
+            plan = smaller_batch(self._instrument.trainer, self._instrument.objective.name, refused)
+            if not isinstance(plan, str):
                 # The wrapper takes it from here: it has to enter `train()` again. What did not help is taken back.
                 self._state.checkpointing_activations = False
                 self._claim = Claim(self._end().incident, Action.REDUCE_BATCH_SIZE, batch=plan)
                 return False
+            why = f"{why}; the batch cannot be made smaller either: {plan}"
         size = f"{shape} (rows x padded length) did not fit" if shape else "the size of what ran is not known"
         context.verdict = f"out of memory in {ran_out.place}: {size}; {why}; {figures_in_words(ran_out)}"
         halve = HALVE if in_training and not run.may_enter_again else ""
@@ -612,13 +609,11 @@ class MemoryOutsideOfModel:
             return Claim(incident, Action.FREE_MEMORY)
         instrument = self._run.attached
         if self._config.oom_reduce_batch and instrument is not None:
-            try:
-                plan = smaller_batch(self._trainer, instrument.objective.name)
-            except CannotReduce as refusal:
-                incident.evidence["not_reduced"] = str(refusal)
-                logger.warning("Step %d: the batch cannot be made smaller: %s.", step, refusal)
-            else:
+            plan = smaller_batch(self._trainer, instrument.objective.name)
+            if not isinstance(plan, str):
                 return Claim(incident, Action.REDUCE_BATCH_SIZE, batch=plan)
+            incident.evidence["not_reduced"] = plan
+            logger.warning("Step %d: the batch cannot be made smaller: %s.", step, plan)
         return Claim(incident, Action.FREE_MEMORY if step > last else Action.STOP)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ...hf.adapter import Instrument
 from ...hf.batches import CallShape, Layout, layout_of, preparing, select_rows
 from ...hf.objective import has_own_loss
-from ...hf.oom import when_asked
+from ...hf.oom import ASKING
 from ...hf.patching import Replacements
 from .calls import IGNORED_LABEL, CannotSplit, KnownSizes, groups_of_segments, main_input, spans
 
@@ -317,11 +318,20 @@ def _labels_in(batch: Mapping[str, Any]) -> int:
 def _listen(replaced: Replacements, accelerator: Any, answer: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
     """Has the tensors that a loss asks accelerate about, with numbers for the log, pass through `answer`."""
 
-    def ask(name: str, original: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
-        tells = isinstance(value, torch.Tensor) and name != "pad_across_processes"
-        return original(answer(name, value) if tells else value, *args, **kwargs)
+    asking = False
 
-    when_asked(replaced, accelerator, ask)
+    def ask(name: str, original: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal asking
+        if asking or not isinstance(value, torch.Tensor):
+            return original(value, *args, **kwargs)
+        asking = True
+        try:
+            return original(answer(name, value), *args, **kwargs)
+        finally:
+            asking = False
+
+    for name in ASKING:
+        replaced.wrap(accelerator, name, functools.partial(ask, name))
 
 
 def _added(values: Sequence[torch.Tensor], parts: Sequence[_Pass], rule: str) -> torch.Tensor:
