@@ -104,6 +104,15 @@ def test_a_loss_past_the_loss_function_is_computed_whole(tokenizer: Any) -> None
     assert "one value for all rows" in sizes.refused
 
 
+def test_a_forward_that_other_ranks_take_part_in_is_made_as_often_as_theirs(tokenizer: Any) -> None:
+    model, batch = tiny_model(tokenizer, dropout=0.0), batch_of(tokenizer)
+    with split(model, 2) as sizes:
+        sizes.made_together = True
+        model(**batch)
+    assert sizes.pieces == 1
+    assert "other ranks take part in a forward" in sizes.refused
+
+
 @pytest.mark.parametrize("tokens", [25, 35])
 def test_a_flattened_batch_is_cut_between_its_sequences(tokenizer: Any, tokens: int) -> None:
     assert_split_alike(tiny_model(tokenizer, dropout=0.0), flattened(tokenizer), tokens)

@@ -70,6 +70,8 @@ class KnownSizes:
         # Where a failure ends the job (several processes): one row where nothing is known, unless one more failure can
         # most likely be healed; and half of what failed at most.
         self.failure_is_fatal = self.may_fail_once = False
+        # Where every call has to be made whole, whatever fits: other ranks take part in it.
+        self.made_together = False
         self.changed = False
         # Most pieces of one call or step since the last log, and why one was made whole, since the last incident.
         self.pieces = 1
@@ -182,13 +184,17 @@ class KnownSizes:
     # ---- for other processes ----
 
     def state_dict(self) -> dict[str, Any]:
-        return {kind: {"fits": each.fits, "fails": each.fails} for kind, each in self._frontiers.items()}
+        frontiers: dict[str, Any] = {
+            kind: {"fits": each.fits, "fails": each.fails} for kind, each in self._frontiers.items()
+        }
+        return {**frontiers, "made_together": self.made_together}
 
     def load_state_dict(self, state: Mapping[str, Any], own: bool = True) -> None:
         """
         Takes over what did not fit in another process; what did fit from an earlier start of this rank (`own`) only:
         another one may have more memory.
         """
+        self.made_together |= bool(state.get("made_together"))
         for kind, frontier in self._frontiers.items():
             known = state.get(kind, {})
             for rows, length in known.get("fails", []):
@@ -350,6 +356,8 @@ class ModelCalls:
         refusal = self._why_generated_whole(call) if call.shape.kind == "generate" else ""
         if refusal:
             return refusal
+        if self._sizes.made_together and not self._together:
+            return "other ranks take part in a forward of the model, as often as this one makes it"
         modules = list(self._module.modules())
         if any(isinstance(each, _BatchNorm) and each.training for each in modules):
             return "batch normalisation computes its statistics over all rows of the batch"

@@ -223,6 +223,7 @@ class MemoryHealer(Healer):
         if self._interceptions or self._why_never_split:
             return
         instrument.retry.watched = True
+        sizes.made_together |= bool(instrument.one_rank.meets_in_forward)
         instrument.call.passes = Microbatches(instrument, sizes) if may_compute_in_passes(instrument) else None
         for model in view.models():
             calls = ModelCalls(model, sizes, view.device)
@@ -524,6 +525,7 @@ class MemoryHealer(Healer):
         elif shape is None and ran_out.place == "evaluation":
             failed = CallShape("forward", self._args.per_device_eval_batch_size, 1)
         sizes.failed(failed, with_gradients=ran_out.place != "evaluation")
+        sizes.made_together |= bool(one_rank.meets_in_forward)
         self._state.write()
         why_not_here = "" if ran_out.alone else one_rank.why_not(ran_out.place)
         here = f"It is not computed again here alone: {why_not_here}. " if why_not_here else ""
