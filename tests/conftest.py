@@ -38,8 +38,10 @@ from transformers import (
     set_seed,
 )
 
+import self_healing.callback as healing_callback
 from self_healing import FAILURE_RECIPES, Action, FailureType, Incident
 from self_healing.failures.recipes import Rung
+from self_healing.healers.numerics.detectors.rules import load_rules
 from self_healing.journal.journal import Journal
 from self_healing.journal.terminal import Terminal
 from self_healing.run.incidents import OpenIncident, Outcomes
@@ -64,6 +66,7 @@ try:
         SFTConfig,
         SFTTrainer,
     )
+    from trl.trainer import base_trainer
 except ImportError as _missing:
     # A machine with a GPU need not have all of it. What needs none of it is run there all the same.
     SFTTrainer = None
@@ -113,6 +116,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 # What is installed does not change; accelerate reads it from the disk in each step.
 accelerate.utils.imports._is_package_available = functools.cache(accelerate.utils.imports._is_package_available)
+# Nor does the table of rules, which is read whenever a callback is made.
+_TABLE = load_rules()
+healing_callback.load_rules = lambda path: _TABLE if path is None else load_rules(path)
 
 
 def tokenized_once(trainer_class: Any) -> None:
@@ -131,7 +137,21 @@ def tokenized_once(trainer_class: Any) -> None:
     trainer_class._prepare_dataset = prepared
 
 
+def written_once(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Has checkpoints whose model cards are the same share one: half of the time that it takes to write them."""
+    known: dict[str, Any] = {}
+
+    def generated(**about: Any) -> Any:
+        if str(about) not in known:
+            known[str(about)] = generate(**about)
+        return known[str(about)]
+
+    return generated
+
+
 if SFTTrainer is not None:
+    if hasattr(base_trainer, "generate_model_card"):
+        base_trainer.generate_model_card = written_once(base_trainer.generate_model_card)
     for _class in (SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer):
         if hasattr(_class, "_prepare_dataset"):
             tokenized_once(_class)
@@ -216,6 +236,11 @@ def common_arguments(output_dir: Path, **overrides: Any) -> dict[str, Any]:
     }
 
 
+@functools.cache
+def text_rows(*texts: str) -> Dataset:
+    return Dataset.from_dict({"text": [*texts]})
+
+
 def sft_trainer(
     output_dir: Path,
     tokenizer: Any,
@@ -232,7 +257,7 @@ def sft_trainer(
     return trainer_class(
         model=model if model is not None else tiny_model(tokenizer, dropout),
         args=SFTConfig(**common_arguments(output_dir, **{"max_length": 64, **arguments})),
-        train_dataset=dataset if dataset is not None else Dataset.from_dict({"text": texts or TEXTS}),
+        train_dataset=dataset if dataset is not None else text_rows(*(texts or TEXTS)),
         processing_class=tokenizer,
         callbacks=callbacks,
         **(trainer_kwargs or {}),
