@@ -140,6 +140,7 @@ not_finite = st.sampled_from([math.nan, math.inf, -math.inf])
 
 
 class TestTheBaselineStaysClean:
+    @settings(deadline=None)
     @given(loss=st.one_of(not_finite, st.just(1e30)), norm=not_finite)
     def test_a_value_that_is_not_finite_never_enters_a_baseline(self, loss: float, norm: float) -> None:
         panel = healthy_panel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -20,6 +20,7 @@ def flattened(rows: list[list[int]]) -> dict[str, torch.Tensor]:
     return DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)([{"input_ids": row} for row in rows])
 
 
+@settings(deadline=None)
 @given(sequences, st.data())
 def test_segments_that_stay_are_what_the_collator_makes_of_them_alone(
     rows: list[list[int]], data: st.DataObject
