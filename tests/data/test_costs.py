@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from self_healing import SelfHealingCallback
 
 
-STEPS, WARM = 6, 3
+STEPS, WARM = 4, 2
 
 
 class Synchronisations(TorchDispatchMode, TrainerCallback):

@@ -32,7 +32,7 @@ from self_healing.hf.sections import Phase
 
 
 # The first updates wait for baselines.
-STEPS = 40
+STEPS = 36
 CONFIG = HealingConfig(snapshot_interval=4, snapshot_verify_steps=2)
 
 

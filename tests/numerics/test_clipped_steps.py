@@ -78,9 +78,6 @@ def test_observing_clips_nothing_and_says_what_it_would_clip(tmp_path: Path, tok
     plain = run("plain", [])
     observed = run("observed", [SelfHealingCallback(HealingConfig(on_spike="warn"))])
     assert_same_weights(weights(observed), weights(plain))
-    # Nor is a gradient touched that is no spike for the setting.
-    tolerant = HealingConfig(zclip_mode="clip", zclip_z_threshold=1e6, on_spike="warn")
-    assert_same_weights(weights(run("tolerant", [SelfHealingCallback(tolerant)])), weights(plain))
     told = [entry for entry in observed.state.log_history if "healing/zclip_clipped" in entry]
     would = {entry["step"]: entry["healing/zclip_would_clip"] for entry in told}
     assert sum(entry["healing/zclip_clipped"] for entry in told) == 0

@@ -93,6 +93,7 @@ def probed(directory: Path, tokenizer: Any, schedule: str, *steps: int, **argume
 
 # Held for a tenth of the run, lr_ramp_steps=4, after a cut to a half in step 20.
 SCALES = [1.0] * 20 + [0.5] * 4 + [0.625, 0.75, 0.875] + [1.0] * 13
+SAVING = {"save_strategy": "steps", "save_steps": 22}
 
 
 @pytest.fixture(scope="module", params=["linear", *slowly("reduce_lr_on_plateau", "from_current")])
@@ -102,8 +103,8 @@ def schedule(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def reduced(schedule: str, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> tuple[Any, Probe]:
-    """A run whose rate is reduced in its 20th step; nobody changes it afterwards."""
-    trainer, probe = probed(tmp_path_factory.mktemp("reduced"), tokenizer, schedule, 20)
+    """A run whose rate is reduced in its 20th step, and that is saved in the 22nd; nobody changes it afterwards."""
+    trainer, probe = probed(tmp_path_factory.mktemp("reduced"), tokenizer, schedule, 20, **SAVING)
     trainer.train()
     return trainer, probe
 
@@ -124,14 +125,11 @@ def test_the_optimizer_steps_with_the_scaled_rate_and_the_logs_say_so(
 def test_it_is_kept_across_checkpoint_and_resume(
     tmp_path: Path, tokenizer: Any, schedule: str, reduced: tuple[Any, Probe]
 ) -> None:
-    saving = {"save_strategy": "steps", "save_steps": 22}
-    first, _ = probed(tmp_path, tokenizer, schedule, 20, **saving)
-    first.train()
-    again, probe = probed(tmp_path, tokenizer, schedule, **saving)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-22"))
+    again, probe = probed(tmp_path, tokenizer, schedule, **SAVING)
+    again.train(resume_from_checkpoint=str(Path(reduced[0].args.output_dir) / "checkpoint-22"))
 
     assert probe.rates == [pytest.approx(rates, rel=1e-9) for rates in reduced[1].rates[22:]]
-    assert_same_weights(weights(again), weights(first))
+    assert_same_weights(weights(again), weights(reduced[0]))
 
 
 def test_it_is_kept_across_a_reentry(
