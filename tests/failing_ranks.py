@@ -160,7 +160,7 @@ def between_steps(directory: Path, rank: int) -> dict[str, Any]:
 
 
 def before_the_vote(directory: Path, rank: int) -> dict[str, Any]:
-    return code_of_ours(directory, rank, Window, "_loss_and_norm")
+    return code_of_ours(directory, rank, Window, "loss_and_norm")
 
 
 def snapshot_without_memory(directory: Path, rank: int) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def assemble(
     ending = Shutdown(run)
     run.add(ending, HangWatch(run, ending))
     for remedies in (NumericsRemedies(run), memory, quarantine, ending):
-        run.remedies.offer(remedies.table())
+        run.remedies.offered.update(remedies.table())
     return run
 
 

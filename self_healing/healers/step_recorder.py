@@ -95,9 +95,8 @@ class StepRecorder(Healer):
 
     def _look_at_what_changes_slowly(self) -> None:
         panel = self._numerics.panel
-        if panel is not None:
-            usual, bound = panel.gradient_level, panel.gradient_bound
-            self._bounds = (_NAN if usual is None else usual, _NAN if bound is None else bound)
+        usual, bound = panel.gradient_level, panel.gradient_spike.bound(panel.gradient_trend)
+        self._bounds = (_NAN if usual is None else usual, _NAN if bound is None else bound)
         self._memory = memory_taken(self._run.instrument.view.device)
 
     def _close(self) -> None:

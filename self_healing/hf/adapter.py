@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from transformers import Trainer
 
 from ..failures.recipes import TrainingFault
 from ..ranks import votes
-from ..system.random_state import RandomState
+from .batches import preparing
 from .dataloader import DataPosition
 from .engine import Call, StepEngine
 from .hooks import Failsafe, Hooks
@@ -65,7 +65,8 @@ class Instrument:
         self.one_rank = OneRankRetry(self)
         self.rates = Rates(self)
         self.call = TrainingCall(self)
-        self.engine: StepEngine = self._kind_of_engine(self)
+        of_deepspeed = DeepSpeedEngine if self.view.can_recompute else WatchedDeepSpeed
+        self.engine: StepEngine = of_deepspeed(self) if self.view.under_deepspeed else StepEngine(self)
         self.optimizer_step = OptimizerStep(self)
         self.veto = Veto(self)
         self.leaving = EarlyStop(self)
@@ -83,12 +84,6 @@ class Instrument:
         self._began = math.nan
         # Undo what healers have done to the trainer, when it is given back.
         self.on_detach: list[Callable[[], None]] = []
-
-    @property
-    def _kind_of_engine(self) -> type[StepEngine]:
-        if not self.view.under_deepspeed:
-            return StepEngine
-        return DeepSpeedEngine if self.view.can_recompute else WatchedDeepSpeed
 
     @property
     def leaves_out_nonfinite(self) -> bool:
@@ -197,21 +192,15 @@ class Instrument:
         for name in ("_evaluate", "_run_epoch", "_finalize_training"):
             self.replace(self.trainer, name, within)
 
-    @contextlib.contextmanager
-    def random_state_kept(self) -> Iterator[None]:
-        """Puts the random generators, which training goes on to draw from, back afterwards."""
-        rng = RandomState.capture(self.view.device)
-        try:
-            yield
-        finally:
-            rng.restore()
 
     # ---- the wrapped methods, in the order a step calls them ----
 
     def _on_epoch_begin(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.failsafe.contained():
+        try:
             self.position.epoch_begins()
             self.reentry.epoch_begins()
+        except Exception as error:
+            self.failsafe.contain(error)
         return original(*args, **kwargs)
 
     def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -234,7 +223,12 @@ class Instrument:
                 raise
             try:
                 if self.replaced.held:
-                    self._fetched(len(batches))
+                    size, settings = len(batches), self.trainer.args
+                    self.window = Window(self.engine, self.ledger, self.position, size) if size else None
+                    self.reentry.fetched(self.window)
+                    self.hooks.fetched()
+                    if size and settings.logging_nan_inf_filter and self._filters_loss:
+                        self._filter_taken, settings.logging_nan_inf_filter = True, False
             except Exception as error:
                 self.failsafe.contain(error)
             return batches, items
@@ -254,14 +248,6 @@ class Instrument:
             )
         return [], None
 
-    def _fetched(self, micro_batches: int) -> None:
-        self.window = Window(self.engine, self.ledger, self.position, micro_batches) if micro_batches else None
-        self.reentry.fetched(self.window)
-        self.hooks.fetched()
-        args = self.trainer.args
-        if micro_batches and args.logging_nan_inf_filter and self._filters_loss:
-            self._filter_taken, args.logging_nan_inf_filter = True, False
-
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         window = self.window
         if window is None or window.judged or len(window.losses) >= window.size:
@@ -275,8 +261,8 @@ class Instrument:
                     window.start = self.ledger.capture(finished, finished.running_loss, drawn)
                     window.began = time.perf_counter()
                 # A copy: the training step may pop keys from the dictionary it is given.
-                given = inputs.copy() if type(inputs) is dict else copy.copy(inputs)
-                window.calls.append((model, given, args, kwargs))
+                copied = inputs.copy if type(inputs) is dict else getattr(inputs, "__copy__", None)
+                window.calls.append((model, copied() if copied else copy.copy(inputs), args, kwargs))
             except Exception as error:
                 self.failsafe.contain(error)
                 if not self.attached:
@@ -314,11 +300,11 @@ class Instrument:
 
         def note(batch: Any) -> Any:
             with self.failsafe.contained():
-                window.note_generated(batch, self.ledger.capture())
+                window.generated = copy.copy(batch), self.ledger.capture()
             return batch
 
         generates = self.objective.online and not window.losses
-        with self.engine.preparing(note) if generates else contextlib.nullcontext():
+        with preparing(self.trainer, note) if generates else contextlib.nullcontext():
             return self.call.compute(call)
 
     def _raised(self, error: BaseException, window: Window) -> tuple[Any, OutOfMemory | None]:
@@ -390,8 +376,7 @@ class Instrument:
             if self.failsafe.failure is not None and (window is None or not window.judged):
                 self._tell_of_failure(norm)
             return original(model, grad_norm=norm)
-        clips = grad_norm is not None
-        window.measure = lambda: trainer._clip_grad_norm(model) if clips else original(model)
+        window.measure = functools.partial(original if grad_norm is None else trainer._clip_grad_norm, model)
         window.grad_norm = norm
         if self.veto.usable and self.veto.allows(window):
             window.bounds = self.hooks.bounds(window)
@@ -459,7 +444,9 @@ class Instrument:
 
     def _update_until_it_fits(self, window: Window | None, update: Callable[[], Any]) -> Any:
         while True:
-            self.optimizer_step.mark()
+            optimizer = self.optimizer_step.optimizer
+            if optimizer is not None and not optimizer.state:
+                self.optimizer_step.mark()
             begun = votes.collectives_begun() if self.view.world_size > 1 else None
             try:
                 result = None
@@ -486,7 +473,7 @@ class Instrument:
         bounds, window.bounds, result, told = window.bounds, None, None, window.grad_norm
         assert bounds is not None
         try:
-            self.veto.compare(window.numbers(), bounds)
+            self.veto.compare(window.loss_and_norm(), bounds)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -514,7 +501,8 @@ class Instrument:
             return update()
         rates = self.rates.in_force(self._scale)
         self.reentry.learning_rate = rates[0]
-        in_update = self.optimizer_step.moves_schedule
+        # DeepSpeed moves its schedule on in the step itself, after the update.
+        in_update = not self.optimizer_step.can_be_taken_again and self.optimizer_step.optimizer is not None
         with self.rates.set_in_update(rates) if in_update else self.rates.set(rates):
             return update()
 

@@ -20,6 +20,8 @@ from .patching import Replacements
 
 
 Batch = Mapping[str, Any]
+# The entry that says how many rows a batch has is the first of these that it has.
+_LEADING = ("input_ids", "completion_ids", "prompt_ids", "inputs_embeds", "pixel_values", "input_features")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +44,17 @@ def layout_of(batch: Any, objective: Objective) -> Layout | None:
     """Finds the rows of a prepared batch; `None` where they cannot be told apart (some vision batches)."""
     if not isinstance(batch, Mapping):
         return None
-    sizes = [value.size(0) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim() > 0]
+    sizes = {key: each.size(0) for key, each in batch.items() if isinstance(each, torch.Tensor) and each.dim() > 0}
     if not sizes:
         return None
-    total = _leading_size(batch, sizes)
+    total = sizes[next(filter(sizes.__contains__, _LEADING), next(iter(sizes)))]
     allowed = {total}
     if objective.paired:
         if total % 2:
             return None
         allowed.add(total // 2)
     # Images are laid out by patch or tile: their rows belong to no single row of text.
-    if any(
-        key.startswith(("pixel", "image", "spatial"))
-        and isinstance(value, torch.Tensor)
-        and value.dim() > 0
-        and value.size(0) not in allowed
-        for key, value in batch.items()
-    ):
+    if any(key.startswith(("pixel", "image", "spatial")) and size not in allowed for key, size in sizes.items()):
         return None
     if objective.paired:
         return Layout("pairs", total // 2)
@@ -76,14 +72,6 @@ def segments_of(batch: Batch) -> Layout | None:
     if not starts or starts[0] != 0:
         return None
     return Layout("segments", len(starts), (*starts, position_ids.size(-1)))
-
-
-def _leading_size(batch: Batch, sizes: list[int]) -> int:
-    for key in ("input_ids", "completion_ids", "prompt_ids", "inputs_embeds", "pixel_values", "input_features"):
-        value = batch.get(key)
-        if isinstance(value, torch.Tensor) and value.dim() > 0:
-            return value.size(0)
-    return sizes[0]
 
 
 def select_rows(batch: Batch, layout: Layout, keep: Sequence[int]) -> dict[str, Any]:
@@ -216,17 +204,21 @@ class CallShape:
 @contextlib.contextmanager
 def preparing(trainer: Any, change: Callable[[Any], Any], prepared: Any = None) -> Iterator[None]:
     """Passes what `_prepare_inputs` of a trainer returns through `change`, once."""
-    changes = [change]
+    attributes, original, changes = vars(trainer), trainer._prepare_inputs, [change]
+    own = {"_prepare_inputs": original} if "_prepare_inputs" in attributes else {}
 
-    def prepare(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def prepare(*args: Any, **kwargs: Any) -> Any:
         if not changes:
             return original(*args, **kwargs)
         batch = original(*args, **kwargs) if prepared is None else copy.copy(prepared)
         return changes.pop()(batch)
 
-    with Replacements() as replaced:
-        replaced.wrap(trainer, "_prepare_inputs", prepare)
+    trainer._prepare_inputs = prepare
+    try:
         yield
+    finally:
+        del trainer._prepare_inputs
+        attributes.update(own)
 
 
 # ---- uneven rows ----

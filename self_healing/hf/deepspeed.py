@@ -260,10 +260,6 @@ class Zero:
         return bool(self.engine.fp16_enabled())
 
     @property
-    def searches_scale(self) -> bool:
-        return self.scales_loss and bool(self.optimizer.dynamic_loss_scale)
-
-    @property
     def left_out_by_itself(self) -> bool:
         """Whether the engine applied nothing in its last step, and not because it looks for the scale of the loss."""
         return not self.engine.was_step_applied() and not self.optimizer.dynamic_loss_scale

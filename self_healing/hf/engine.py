@@ -12,7 +12,6 @@ import torch
 from ..failures.recipes import TrainingFault
 from ..ranks import votes
 from ..system.random_state import lowest_precision
-from .batches import preparing
 from .patching import Replacements
 from .sections import Phase
 from .state import (
@@ -64,7 +63,8 @@ class StepEngine:
         """
         Marks a block of training code, which may be a collective wherever it is (a loss that gathers its metrics).
         """
-        votes.wait_for_all_ranks(question, self.view.device)
+        if self.view.world_size > 1:
+            votes.wait_for_all_ranks(question, self.view.device)
         try:
             yield
         except Exception as error:
@@ -72,11 +72,8 @@ class StepEngine:
             if lost or isinstance(error, (votes.RankRaised, votes.RanksDisagree)):
                 raise
             raise TrainingFault(error, others_wait=True) from error
-        votes.reach(THROUGH)
-
-    def among_ranks(self, question: str) -> contextlib.AbstractContextManager[None]:
-        """As [`with_all_ranks`], where there are several; on one process an exception is what it is."""
-        return contextlib.nullcontext() if self.view.world_size == 1 else self.with_all_ranks(question)
+        if self.view.world_size > 1:
+            votes.reach(THROUGH)
 
     def compute(self, call: Call, last: bool, window: Any, synchronise: bool = True) -> torch.Tensor:
         """Computes forward and backward of one micro-batch; its gradients are added to those there are."""
@@ -100,10 +97,6 @@ class StepEngine:
             return kept
         # transformers 5.2x: accelerate did not wrap a model that was sharded while it was loaded.
         return trainer._defer_fsdp_gradient_reduction() if synchronise else without_reduction(trainer.model)
-
-    def preparing(self, change: Callable[[Any], Any], prepared: Any = None) -> contextlib.AbstractContextManager[None]:
-        """Passes what the trainer prepares, or has prepared before, through `change`, once."""
-        return preparing(self.trainer, change, prepared)
 
     @contextlib.contextmanager
     def accumulating(self, micro_batches: float | None) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -109,9 +109,8 @@ class StepSignals:
     loss: float
     grad_norm: float | None = None
     seconds: float = 0.0
-    # Asked several times for each step.
-    finite: bool = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        finite = math.isfinite(self.loss) and (self.grad_norm is None or math.isfinite(self.grad_norm))
-        object.__setattr__(self, "finite", finite)
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient norm are."""
+        return math.isfinite(self.loss) and (self.grad_norm is None or math.isfinite(self.grad_norm))

@@ -37,20 +37,20 @@ class OptimizerStep:
         # DeepSpeed's uses up the gradient, and is left half-way with the groups of one partition.
         self.can_be_taken_again = engine_of(instrument.trainer) is None
         inner = unwrap_optimizer(instrument.trainer.optimizer)
-        self._optimizer = inner if isinstance(inner, torch.optim.Optimizer) else None
+        self.optimizer = inner if isinstance(inner, torch.optim.Optimizer) else None
         self._handles: list[Any] = []
         # The versions of the parameters right before the step in which the optimizer makes its state, the first one.
         self._versions: dict[torch.Tensor, int] | None = None
         # How long the last step has taken here.
         self.seconds = math.nan
         # Whether an update may have changed the weights: one with a rate of 0, or without gradients, has not.
-        self.weights_moved = self._optimizer is None
+        self.weights_moved = self.optimizer is None
 
     def attach(self) -> None:
         """Hooks into the optimizer itself: what other hooks of it raise comes before its step has begun."""
-        if self._optimizer is not None:
-            self._handles.append(self._optimizer.register_step_pre_hook(self._begins))
-            self._handles.append(self._optimizer.register_step_post_hook(self._ends))
+        if self.optimizer is not None:
+            self._handles.append(self.optimizer.register_step_pre_hook(self._begins))
+            self._handles.append(self.optimizer.register_step_post_hook(self._ends))
 
     def detach(self) -> None:
         """Gives the optimizer back as it was."""
@@ -65,6 +65,7 @@ class OptimizerStep:
         if self.can_be_taken_again:
             # DeepSpeed's calls the optimizer once for each group of parameters, and gathers weights after that.
             self._reentry.phase = Phase.STEPPED
+        self._versions = None
         if self.weights_moved:
             return
         window: Window | None = self._instrument.window
@@ -72,22 +73,16 @@ class OptimizerStep:
             rates = [group.get("lr") for group in optimizer.param_groups]
             self.weights_moved = any(rate is None or float(rate) != 0.0 for rate in rates)
 
-    @property
-    def moves_schedule(self) -> bool:
-        """Whether a schedule is moved on in the step itself, after the update, as DeepSpeed does."""
-        return not self.can_be_taken_again and self._optimizer is not None
-
     def mark(self) -> None:
-        """Called right before each step: the first one can be undone."""
-        self._versions = None
-        optimizer = self._optimizer
-        if optimizer is None or optimizer.state or type(optimizer).__module__.partition(".")[0] not in _COUNTED:
-            return
-        self._versions = {each: each._version for group in optimizer.param_groups for each in group["params"]}
+        """Called right before a step in which the optimizer makes its state, the first one: it can be undone."""
+        optimizer = self.optimizer
+        assert optimizer is not None
+        if type(optimizer).__module__.partition(".")[0] in _COUNTED:
+            self._versions = {each: each._version for group in optimizer.param_groups for each in group["params"]}
 
     def undo(self) -> bool:
         """Takes back a step that raised before it changed any weight; whether it did. It can be taken again then."""
-        optimizer, versions = self._optimizer, self._versions
+        optimizer, versions = self.optimizer, self._versions
         if optimizer is None or versions is None or any(each._version != was for each, was in versions.items()):
             return False
         # Fused kernels write to tensors without torch counting it, but count their steps.

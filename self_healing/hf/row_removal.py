@@ -97,7 +97,7 @@ def _count_items(
     if not batches:
         # The Trainer sums the counts over ranks, but not where it is given nothing to count.
         batches = [_without_labels(step.prepared[0])]
-    with engine.among_ranks("items without the rows that go"):
+    with engine.with_all_ranks("items without the rows that go"):
         return trainer._get_num_items_in_batch(batches, trainer.args.device), None
 
 

@@ -432,7 +432,10 @@ def discard_gradients(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         # Even where a model's own `zero_grad` only fills with zeros: with those AdamW would still move the weights.
         parameter.grad = None
-    for module in fsdp2_modules(model):
+    sharded_modules = fsdp2_modules(model)
+    if not sharded_modules:
+        return
+    for module in sharded_modules:
         if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
             # From torch 2.13 on: puts the parameters back that a forward which raised has left gathered.
             module.reset_iter_state()

@@ -20,10 +20,10 @@ import torch
 
 from ..ranks import votes
 from ..system.random_state import RandomState
-from .batches import Layout, gathering_uneven_rows, layout_of
+from .batches import Layout, gathering_uneven_rows, layout_of, preparing
 from .dataloader import DataPosition, RowSource
 from .engine import Call, StepEngine
-from .memory import is_out_of_memory, retry_after_freeing
+from .memory import retry_after_freeing
 from .objective import Objective, StepSignals
 from .replicas import DIGEST_PARTS, are_apart
 from .row_removal import RowRemoval
@@ -83,8 +83,10 @@ class Window:
         # Whether it was judged to its end: each rank goes on to apply it, or what is left of it.
         self.released = False
         self._position = position
-        self._generated: tuple[Any, Bookkeeping] | None = None
-        self._raised = False
+        # The rows a trainer has generated for the first call, and the bookkeeping as of then.
+        self.generated: tuple[Any, Bookkeeping] | None = None
+        # Whether one of the calls has ended in an exception that stands for a NaN.
+        self.raised = False
         self.ledger = ledger
         self.judged = False
         self.skipped = False
@@ -95,17 +97,9 @@ class Window:
 
     # ---- fed by the instrument, micro-batch by micro-batch ----
 
-    def note_generated(self, batch: Any, bookkeeping: Bookkeeping) -> None:
-        """Keeps the rows a trainer has generated for the first call, and the bookkeeping as of then."""
-        self._generated = copy.copy(batch), bookkeeping
-
-    def note_exception(self) -> None:
-        """Notes that one of the calls ended in an exception that stands for a NaN."""
-        self._raised = True
-
     def measure_again(self) -> None:
         """Measures the gradient norm of the step computed again, as it was measured before."""
-        with self.engine.among_ranks("the gradient is measured again"):
+        with self.engine.with_all_ranks("the gradient is measured again"):
             self.grad_norm = None if self.measure is None else self.measure()
 
     # ---- what came out of it ----
@@ -121,7 +115,9 @@ class Window:
         """Reads loss and gradient norm as floats: the one device sync of a healthy step, and its one collective."""
         ranks = self.engine.view.world_size
         if ranks == 1:
-            loss, norm = self._read_loss_and_norm()
+            # As the device has compared them, where the update was launched first.
+            loss, norm = self.read or retry_after_freeing(self.loss_and_norm, self.engine.view.device).tolist()
+            self.read = None
         else:
             # Not tried twice: the norm may be a collective, which one of the processes cannot begin again.
             # What a rank wants travels with the numbers: no collective of its own, and nothing at all on one process.
@@ -148,41 +144,26 @@ class Window:
     def _answers(
         self, wishes: Sequence[float], digest: Callable[[], torch.Tensor] | None
     ) -> torch.Tensor | Sequence[float]:
-        loss, norm = self._loss_and_norm()
-        if loss.device.type == "cpu" and digest is None:
+        numbers = self.loss_and_norm()
+        if numbers.device.type == "cpu" and digest is None:
             # There to be read: each operation on a tensor would take longer than all of the ballot.
-            return (loss.item(), norm.item(), *[0.0] * DIGEST_PARTS, *wishes)
-        numbers = torch.stack([loss, norm])
+            return (*numbers.tolist(), *[0.0] * DIGEST_PARTS, *wishes)
         if digest is None and not any(wishes):
             # What is not given is zero.
             return numbers
         of_weights = numbers.new_zeros(DIGEST_PARTS) if digest is None else digest().to(numbers.device)
         return torch.cat([numbers, of_weights, *(numbers.new_full((1,), wish) for wish in wishes)])
 
-    def numbers(self) -> torch.Tensor:
+    def loss_and_norm(self) -> torch.Tensor:
         """Loss and gradient norm, where they are, as float32 of shape (2,)."""
-        return torch.stack(self._loss_and_norm())
-
-    def _read_loss_and_norm(self) -> Sequence[float]:
-        found, self.read = self.read, None
-        if found is not None:
-            return found
-        try:
-            return torch.stack(self._loss_and_norm()).tolist()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        return retry_after_freeing(self.numbers, self.engine.view.device).tolist()
-
-    def _loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
         losses, norm = self.losses, self.grad_norm
         loss = losses[0] if len(losses) == 1 and losses[0].dim() == 0 else torch.stack(losses).sum()
         loss = loss.float()
         if norm is None:
             # The loss stands in for it, so that there is one value per place on every rank.
-            return loss, loss
+            return torch.stack([loss, loss])
         known = type(norm) is torch.Tensor and norm.device == loss.device
-        return loss, (norm if known else as_tensor(norm, loss.device)).float()
+        return torch.stack([loss, (norm if known else as_tensor(norm, loss.device)).float()])
 
     # ---- its rows ----
 
@@ -211,12 +192,8 @@ class Window:
 
     def sources(self, index: int) -> list[RowSource]:
         """Finds the place in the data that each row (pair, segment) of a micro-batch came from."""
-        return self._sources(self.layout(index), index)
-
-    def _sources(self, layout: Layout | None, index: int) -> list[RowSource]:
-        if layout is None:
-            return []
-        return self._position.sources(layout, index)
+        layout = self.layout(index)
+        return [] if layout is None else self._position.sources(layout, index)
 
     def samples(self) -> set[int]:
         """Indices in the dataset of the samples it is made of, as far as they are known."""
@@ -232,27 +209,23 @@ class Window:
         batches = self.prepared or ({} if self.objective.online else dict(enumerate(self.all_inputs())))
         if not batches:
             return {}
-        rows = {index: self._sources(layout_of(batch, self.objective), index) for index, batch in batches.items()}
-        return {
-            "step": self.step,
-            "objective": self.objective.name,
-            "micro_batches": {index: _to_cpu(batch) for index, batch in batches.items()},
-            "items": {index: _to_cpu(self._items(index)) for index in batches},
-            "rows": {index: [asdict(source) for source in sources] for index, sources in rows.items()},
-            # What was generated is in the micro-batches, and drew numbers before their first forward.
-            "rng": (self.start if self._generated is None else self._generated[1]).rng.to_plain(),
-        }
-
-    def _items(self, index: int) -> Any:
-        """What the loss of a micro-batch is divided by, as the Trainer has counted it."""
-        _, _, args, kwargs = self.calls[index]
-        return args[0] if args else kwargs.get("num_items_in_batch")
+        exported: dict[str, Any] = {"step": self.step, "objective": self.objective.name}
+        exported |= {"micro_batches": {}, "items": {}, "rows": {}}
+        for index, batch in batches.items():
+            _, _, args, kwargs = self.calls[index]
+            items, layout = args[0] if args else kwargs.get("num_items_in_batch"), layout_of(batch, self.objective)
+            sources = [] if layout is None else self._position.sources(layout, index)
+            exported["micro_batches"][index], exported["items"][index] = _to_cpu(batch), _to_cpu(items)
+            exported["rows"][index] = [asdict(source) for source in sources]
+        # What was generated is in the micro-batches, and drew numbers before their first forward.
+        began = self.start if self.generated is None else self.generated[1]
+        return exported | {"rng": began.rng.to_plain()}
 
     # ---- computing it again ----
 
     def recompute(self, keep: Mapping[int, Sequence[int]] | None = None) -> None:
         """Computes losses and gradients of the step again, from the state and the random numbers it started with."""
-        self.until_it_fits(lambda: self._recompute(keep))
+        self.until_it_fits(functools.partial(self._recompute, keep))
 
     def recompute_with_retry(self, keep: Mapping[int, Sequence[int]] | None = None) -> StepSignals:
         """[`recompute`], and once more if that is not finite: a fault that passes may have struck just then."""
@@ -305,7 +278,7 @@ class Window:
 
     def recompute_to_last_call(self, tokens: int) -> tuple[torch.Tensor, int]:
         """Computes the step again up to and including the call that was made last, which has failed."""
-        state, generated = self._trainer.state, self._generated
+        state, generated = self._trainer.state, self.generated
         assert self.start is not None
         of_generation = 0 if generated is None else generated[1].tokens_seen - self.start.tokens_seen
         self.tokens_inside, state.num_input_tokens_seen = 0, tokens
@@ -315,10 +288,10 @@ class Window:
         for index, call in enumerate(self.calls):
             before = state.num_input_tokens_seen
             if index == 0 and generated is not None:
-                with self.engine.preparing(lambda batch: batch, prepared=generated[0]):
-                    losses.append(self.compute(call, last=self.size == 1))
+                with preparing(self._trainer, lambda batch: batch, prepared=generated[0]):
+                    losses.append(self.engine.compute(call, self.size == 1, self))
             else:
-                losses.append(self.compute(call, last=index == self.size - 1))
+                losses.append(self.engine.compute(call, index == self.size - 1, self))
             if index == 0:
                 state.num_input_tokens_seen += of_generation
             added = state.num_input_tokens_seen - before
@@ -338,19 +311,18 @@ class Window:
     ) -> torch.Tensor:
         """Computes forward and backward of one of its micro-batches."""
         model, inputs, args, kwargs = self.calls[index]
-        if items is not None:
-            args, kwargs = _with_items(args, kwargs, items)
-        with self.engine.preparing(lambda batch: self._note(index, batch, pick)):
-            return self.compute((model, inputs, args, kwargs), last, synchronise)
+        if items is not None and args:
+            args = (items, *args[1:])
+        elif items is not None:
+            kwargs = {**kwargs, "num_items_in_batch": items}
 
-    def compute(self, call: Call, last: bool, synchronise: bool = True) -> torch.Tensor:
-        """Computes forward and backward of one call: [`StepEngine.compute`]."""
-        return self.engine.compute(call, last, self, synchronise)
+        def note(batch: Any) -> Any:
+            # A copy: `compute_loss` may pop keys from the batch it is given.
+            self.prepared.setdefault(index, copy.copy(batch))
+            return batch if pick is None else pick(batch)
 
-    def _note(self, index: int, batch: Any, pick: Callable[[Any], Any] | None) -> Any:
-        # A copy: `compute_loss` may pop keys from the batch it is given.
-        self.prepared.setdefault(index, copy.copy(batch))
-        return batch if pick is None else pick(batch)
+        with preparing(self._trainer, note):
+            return self.engine.compute((model, inputs, args, kwargs), last, self, synchronise)
 
     def _advance_without(self, index: int) -> None:
         """Lets a trainer that generates its own rows do so for a micro-batch nothing of which is trained on."""
@@ -430,7 +402,7 @@ class Window:
         """Counts the micro-batches of a skipped step, too, where a trainer generates its rows."""
         if self.objective.online and self.start is not None and "_step" in self.start.scalars:
             self._trainer._step = self.start.scalars["_step"] + self.size
-            if self._raised:
+            if self.raised:
                 # It raised while it generated: there is nothing to go on with.
                 self._trainer._buffered_inputs = None
 
@@ -501,12 +473,6 @@ def _to_cpu(value: Any) -> Any:
     return value if isinstance(value, (int, float, bool, str, type(None))) else repr(value)
 
 
-def _with_items(args: tuple[Any, ...], kwargs: dict[str, Any], items: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args:
-        return (items, *args[1:]), kwargs
-    return args, {**kwargs, "num_items_in_batch": items}
-
-
 # ---- kept step ----
 
 
@@ -552,7 +518,7 @@ def nbytes_of(value: Any, elsewhere_than: torch.device | None = None) -> int:
             found += each
         elif isinstance(each, dict):
             found += each.values()
-        elif isinstance(each, torch.nn.Module):
+        elif each is None or isinstance(each, torch.nn.Module):
             continue
         elif type(data := getattr(each, "data", None)) is dict:
             # What a tokenizer gives: it looks every value up through several functions.

@@ -121,7 +121,7 @@ class DeepSpeedEngine(StepEngine):
 
     @property
     def scaler_active(self) -> bool:
-        return self._zero.searches_scale
+        return self._zero.scales_loss and bool(self._zero.optimizer.dynamic_loss_scale)
 
     def gradients(self) -> list[torch.Tensor]:
         return super().gradients() or self._zero.gradients()
@@ -227,14 +227,18 @@ class TrainingCall:
         """Computes forward and backward of a micro-batch again."""
         # When a whole step is computed again, it lies within whatever does so.
         again = self._heartbeat.last[0].name != "step"
-        with self._heartbeat.section("step") if again else contextlib.nullcontext():
-            try:
-                return self.compute(call)
-            except BaseException as error:
-                loss = self.in_place_of(error, window)
-                if loss is None:
-                    raise
-                return loss
+        if again:
+            self._heartbeat.enter("step")
+        try:
+            return self.compute(call)
+        except BaseException as error:
+            loss = self.in_place_of(error, window)
+            if loss is None:
+                raise
+            return loss
+        finally:
+            if again:
+                self._heartbeat.leave()
 
     def compute(self, call: Call) -> torch.Tensor:
         """Computes forward and backward of a micro-batch."""
@@ -254,7 +258,7 @@ class TrainingCall:
         nonfinite = isinstance(error, Exception) and is_nonfinite_exception(error)
         if not self._heals_exceptions or not nonfinite or not self._is_raised_by_all(error, len(window.losses)):
             return None
-        window.note_exception()
+        window.raised = True
         return torch.full((), math.nan, device=self._trainer.args.device)
 
     def _is_raised_by_all(self, error: BaseException, micro_batch: int) -> bool:

@@ -394,7 +394,9 @@ class StepReplayer:
     def _loss(self, control: Control) -> float:
         last = len(control.calls) - 1
         with self._engine.accumulating(len(control.calls)):
-            losses = [self._window.compute(call, last=index == last) for index, call in enumerate(control.calls)]
+            losses = [
+                self._engine.compute(call, index == last, self._window) for index, call in enumerate(control.calls)
+            ]
         total = torch.stack([loss.detach().float() for loss in losses]).sum()
         ranks = votes.sum_over_ranks("loss of an earlier step", total.reshape(1), total.device)
         return ranks[0] / processes.world_size()

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from ..failures.classify import classify_exception
-from ..failures.recipes import FAILURE_RECIPES, IN_PLACE, Action, FailureType, Target
+from ..failures.recipes import FAILURE_RECIPES, Action, FailureType, Target
 from ..hf.adapter import Instrument
 from ..hf.batches import CallShape
 from ..hf.hooks import Hooks
@@ -225,16 +225,8 @@ class Remedies:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._carry_out: dict[Action, CarryOut] = {}
-
-    def offer(self, remedies: Mapping[Action, CarryOut]) -> None:
-        """Adds actions that can be carried out."""
-        self._carry_out.update(remedies)
-
-    @property
-    def offered(self) -> frozenset[Action]:
-        """The actions that can be carried out."""
-        return frozenset(self._carry_out)
+        # The actions that can be carried out, by what does each.
+        self.offered: dict[Action, CarryOut] = {}
 
     def apply(
         self,
@@ -244,21 +236,17 @@ class Remedies:
     ) -> dict[str, Any]:
         """Carries out actions in order and journals each."""
         results: dict[str, Any] = {}
-        actions = [actions] if isinstance(actions, str) else actions
-        for action in [_known(action) for action in actions]:
+        actions = [actions] if isinstance(actions, str) else list(actions)
+        for unknown in set(actions).difference(self.offered):
+            # The others are done where their failure is noticed.
+            known = ", ".join(self.offered)
+            raise ValueError(f"{str(unknown)!r} cannot be asked for; the actions are: {known}")
+        for action in map(Action, actions):
             context.attempted.append(action)
-            result = self._carry_out[action](context, training_args)
+            result = self.offered[action](context, training_args)
             # Where a remedy turned into the next rung of its ladder, that is what was done.
             done = Action.SKIP_STEP if result.get("skipped") else action
             happened = result.pop("happened", True)
             self._journal.acted(context.incident, done.value, happened=happened, **result)
             results.update(result)
         return results
-
-
-def _known(action: Action | str) -> Action:
-    # The others are done where their failure is noticed.
-    known = [member.value for member in Action if member not in IN_PLACE]
-    if action not in known:
-        raise ValueError(f"{str(action)!r} cannot be asked for; the actions are: {', '.join(known)}")
-    return Action(action)

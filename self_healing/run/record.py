@@ -166,7 +166,7 @@ class RunRecord:
             "time": time.time(),
             "run": self.run,
             "ending": self.ending,
-            "attempts": self.describe_attempts(),
+            "attempts": [asdict(attempt) for attempt in self.attempts],
             "incidents": self.incidents,
             "memory": self.recovery_state,
             "postmortem": self.postmortem,

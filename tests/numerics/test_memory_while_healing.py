@@ -129,7 +129,7 @@ class Place:
 
 
 PLACES = {
-    "computing again: the numbers that judge it": Place(transient, Window, "_loss_and_norm", "stopped"),
+    "computing again: the numbers that judge it": Place(transient, Window, "loss_and_norm", "stopped"),
     "poison rows: the search for NaN": Place(poisoned, view, "nonfinite_tensors", "stopped"),
     "NaN weights: applying steps again": Place(nan_weights, StepReplayer, "_loss", "ended"),
 }

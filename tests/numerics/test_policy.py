@@ -22,7 +22,7 @@ from self_healing.run.run import RecoveryBudget
 
 
 def test_every_action_of_every_recipe_is_carried_out(tmp_path: Path) -> None:
-    offered = assemble(HealingConfig(), tmp_path).remedies.offered
+    offered = set(assemble(HealingConfig(), tmp_path).remedies.offered)
     assert {action for recipe in FAILURE_RECIPES.values() for action in recipe.actions} <= set(Action)
     assert offered | IN_PLACE == set(Action)
     assert not offered & IN_PLACE

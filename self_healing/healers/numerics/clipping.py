@@ -126,7 +126,11 @@ class ZClip(KeepsState):
         if not 0 <= grad_norm <= _LARGEST_NORM:  # false for NaN
             return None, None
         if mean is None or variance is None:
-            self._collect(grad_norm)
+            self._norms.append(grad_norm)
+            if len(self._norms) >= self.warmup_steps:
+                self.mean = mean = fmean(self._norms)
+                self.variance = fmean((norm - mean) * (norm - mean) for norm in self._norms)
+                self._norms = []
             return None, None
         std = max(math.sqrt(variance), _STD_FLOOR * mean)
         # Only norms of 0 so far: no scale to judge by, and clipping to 0 would keep it that way for ever.
@@ -138,13 +142,6 @@ class ZClip(KeepsState):
         self.mean = mean = self.ema_decay * mean + (1 - self.ema_decay) * taken
         self.variance = self.ema_decay * variance + (1 - self.ema_decay) * (taken - mean) * (taken - mean)
         return z, limit
-
-    def _collect(self, grad_norm: float) -> None:
-        self._norms.append(grad_norm)
-        if len(self._norms) >= self.warmup_steps:
-            mean = fmean(self._norms)
-            self.mean, self.variance = mean, fmean((norm - mean) * (norm - mean) for norm in self._norms)
-            self._norms = []
 
     def update_and_clip(self, parameters: Parameters, grad_norm: float | Tensor | None = None) -> ClipResult:
         """

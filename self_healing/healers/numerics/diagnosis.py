@@ -43,7 +43,7 @@ def diagnose(window: Window, instrument: Instrument, healthy_inputs: Any) -> Dia
     """Finds out why a step is not finite."""
     window.recompute()
     if window.signals().finite:
-        return _transient(1)
+        return Diagnosis(FailureType.NONFINITE_TRANSIENT, Cause.TRANSIENT, {"reexecutions": 1})
     device = instrument.view.device
     # What a failing forward left in batch norm statistics is a consequence, not a cause.
     window.restore_buffers()
@@ -60,11 +60,9 @@ def diagnose(window: Window, instrument: Instrument, healthy_inputs: Any) -> Dia
     # A fault may last for longer than one computation, and strike in the experiments: before data or numbers are
     # blamed for it, the whole is computed once more.
     window.recompute()
-    return _transient(2) if window.signals().finite else found
-
-
-def _transient(computed: int) -> Diagnosis:
-    return Diagnosis(FailureType.NONFINITE_TRANSIENT, Cause.TRANSIENT, {"reexecutions": computed})
+    if window.signals().finite:
+        return Diagnosis(FailureType.NONFINITE_TRANSIENT, Cause.TRANSIENT, {"reexecutions": 2})
+    return found
 
 
 def _look_at_rows(window: Window, healthy_inputs: Any, device: torch.device) -> Diagnosis:

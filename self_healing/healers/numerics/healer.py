@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +27,8 @@ from ...failures.recipes import (
     Target,
     TrainingFault,
 )
-from ...hf.adapter import Instrument
 from ...hf.objective import StepSignals, has_own_loss
-from ...hf.step import Window
+from ...hf.step import Window, nbytes_of
 from ...journal.incident import Incident
 from ...ranks import votes
 from ...rollback.rollback import RollbackRecord
@@ -38,7 +37,6 @@ from ...run.incidents import OpenIncident
 from ...run.run import Run
 from ...system import processes
 from ...system.files import jsonable, rank_in
-from .detectors.panel import DetectorPanel
 from .learning_rate import LEAST_TRIAL_STEPS, MARGIN_ADAPTIVE, MARGIN_PLAIN, RateTrial
 from .state import NumericsState
 
@@ -60,16 +58,6 @@ class NumericsHealer:
         self.rollback = run.rollback
 
     @property
-    def instrument(self) -> Instrument:
-        """Of the running `train()` call."""
-        return self.run.instrument
-
-    @property
-    def panel(self) -> DetectorPanel:
-        """Detectors of the run."""
-        return self.numerics.panel
-
-    @property
     def climb(self) -> RollbackEscalation:
         """What goes back to a trusted state."""
         return self.run.part(RollbackEscalation)
@@ -77,27 +65,27 @@ class NumericsHealer:
     @property
     def args(self) -> Any:
         """Arguments of the trainer."""
-        return self.instrument.trainer.args
+        return self.run.instrument.trainer.args
 
     @property
     def acts(self) -> bool:
         """Whether anything is done about a step that is not finite."""
-        return self.config.on_nonfinite != "warn" and self.instrument.view.can_recompute
+        return self.config.on_nonfinite != "warn" and self.run.instrument.view.can_recompute
 
     def on_any_rank(self, question: str, flag: bool) -> bool:
         """Whether something is so on any rank. Every rank has to come."""
-        return votes.any_rank(question, flag, self.instrument.view.device)
+        return votes.any_rank(question, flag, self.run.instrument.view.device)
 
     def ranks_where(self, question: str, flag: bool) -> dict[str, list[int]]:
         """Evidence of the ranks on which something is so; none on one process. Every rank has to come."""
         if processes.world_size() == 1:
             return {}
-        found = votes.ranks_where(question, flag, self.instrument.view.device)
+        found = votes.ranks_where(question, flag, self.run.instrument.view.device)
         return {"ranks": found} if found else {}
 
     def ranks_with(self, nonfinite: Sequence[str]) -> dict[str, list[int]]:
         """Evidence of the ranks whose state is not finite, and not only gathered from others. As [`ranks_where`]."""
-        own = self.instrument.view.own_part_of(nonfinite)
+        own = self.run.instrument.view.own_part_of(nonfinite)
         source = self.ranks_where("its own part of the state is not finite here", bool(own))
         return source or self.ranks_where("the state is not finite here", bool(nonfinite))
 
@@ -106,10 +94,10 @@ class NumericsHealer:
         clipping = self.numerics.clipping
         if clipping is None:
             return
-        factor = clipping.take_in(signals, min(self.instrument.view.max_grad_norm or math.inf, clipped_to))
-        if factor < 1 and clipping.acts and self.instrument.view.can_recompute:
+        factor = clipping.take_in(signals, min(self.run.instrument.view.max_grad_norm or math.inf, clipped_to))
+        if factor < 1 and clipping.acts and self.run.instrument.view.can_recompute:
             # A gradient that is clipped on some ranks and not on others makes other weights of each.
-            with self.instrument.failsafe.together():
+            with self.run.instrument.failsafe.together():
                 clipping.clip(window, factor)
 
     def incident(self, step: int, symptom: str, evidence: Mapping[str, Any], severity: Any = None) -> OpenIncident:
@@ -130,12 +118,6 @@ class NumericsHealer:
         self.numerics.limits.reset()
         self.actions.apply(THE_END, context, self.args)
 
-    def keep_batch(self, window: Window, incident: Incident) -> None:
-        """Keeps the batch of a step for replay."""
-        # Token ids can be decoded to text of the training data.
-        if self.config.quarantine_text:
-            incident.evidence["batch_file"] = save_offending_batch(window, self.run.directory, incident)
-
 
 # ---- offending batch ----
 
@@ -146,23 +128,27 @@ KEPT_BATCHES = 20
 KEPT_WEIGHTS = 1 << 26
 
 
-def save_offending_batch(window: Window, directory: Path, incident: Incident) -> str | None:
+def keep_batch(run: Run, window: Window, incident: Incident) -> None:
     """
     Keeps the micro-batches and random states of a step, so that it can be replayed, with what its trainer computes it
     with; weights only if they are small.
     """
-    path = directory / "incidents" / f"{incident.id}.pt"
+    if not run.config.quarantine_text:
+        # Token ids can be decoded to text of the training data.
+        return
+    incident.evidence["batch_file"] = None
+    path = run.directory / "incidents" / f"{incident.id}.pt"
     # Those of this rank: what the others keep at the same moment must not decide about it.
     own = [each for each in path.parent.glob("*.pt") if rank_in(each) == rank_in(path)]
     if len(own) >= KEPT_BATCHES:
-        return None
+        return
     content = _contained(window.export, f"The batch of incident {incident.id} could not be kept.")
     if not content:
-        return None
+        return
     trainer = window.engine.trainer
     content["time"] = time.time()
-    content["blueprint"] = _contained(lambda: blueprint_of(trainer), "How its trainer computes is not kept with it.")
-    content |= _contained(lambda: kept_weights(trainer, KEPT_WEIGHTS), "The weights are not kept with it.")
+    content["blueprint"] = _contained(partial(blueprint_of, trainer), "How its trainer computes is not kept with it.")
+    content |= _contained(partial(kept_weights, trainer), "The weights are not kept with it.")
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,8 +161,8 @@ def save_offending_batch(window: Window, directory: Path, incident: Incident) ->
             temporary.unlink(missing_ok=True)
     except Exception:
         logger.warning("The batch of incident %s could not be written.", incident.id, exc_info=True)
-        return None
-    return str(path)
+    else:
+        incident.evidence["batch_file"] = str(path)
 
 
 def _contained(what: Callable[[], dict[str, Any]], failed: str) -> dict[str, Any]:
@@ -223,38 +209,46 @@ def _model_blueprint(model: Any) -> dict[str, Any]:
         "config": config.to_dict() if hasattr(config, "to_dict") else None,
         "name_or_path": getattr(config, "_name_or_path", None) or None,
         "attention": getattr(config, "_attn_implementation", None),
-        "dtype": _dtype_of(base.parameters()),
-        "trained_dtype": _dtype_of(each for each in model.parameters() if each.requires_grad),
+        "dtype": _dtype_of(base.parameters(), trained=False),
+        "trained_dtype": _dtype_of(model.parameters(), trained=True),
         "adapters": {name: each.to_dict() for name, each in adapters.items()},
         # An adapter says itself what is trained.
         "frozen": [] if adapters else [name for name, each in model.named_parameters() if not each.requires_grad],
     }
 
 
-def _dtype_of(tensors: Iterable[torch.Tensor]) -> str | None:
-    return next((str(each.dtype).removeprefix("torch.") for each in tensors if each.is_floating_point()), None)
+def _dtype_of(parameters: Iterable[torch.Tensor], trained: bool) -> str | None:
+    for each in parameters:
+        if each.is_floating_point() and (each.requires_grad or not trained):
+            return str(each.dtype).removeprefix("torch.")
+    return None
 
 
 def _name_of(cls: type) -> list[str]:
     return [cls.__module__, cls.__qualname__]
 
 
-def kept_weights(trainer: Any, at_most: int) -> dict[str, Any]:
+def kept_weights(trainer: Any) -> dict[str, Any]:
     """
     Copies the weights of a trainer's model to host memory: all of them, or those that are trained, as far as they are
     small enough.
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    # Of several names of one tensor the first.
-    names = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
-    held = [*model.parameters(), *(buffer for buffer in model.buffers() if id(buffer) in names)]
-    # Of what FSDP2 or ZeRO-3 shards, this rank has a part.
-    if any(hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") or tensor.is_meta for tensor in held):
-        return {}
-    trained = [tensor for tensor in held if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)]
+    held, trained, known = dict[str, torch.Tensor](), dict[str, torch.Tensor](), set[int]()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in known or not isinstance(tensor, torch.Tensor):
+            # Of several names of one tensor the first.
+            continue
+        if hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") or tensor.is_meta:
+            # Of what FSDP2 or ZeRO-3 shards, this rank has a part.
+            return {}
+        known.add(id(tensor))
+        held[name] = tensor
+        if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter):
+            trained[name] = tensor
     for chosen in (held, trained):
-        if sum(tensor.nbytes for tensor in chosen) <= at_most:
-            weights = {names[id(tensor)]: tensor.detach().to("cpu", copy=True) for tensor in chosen}
+        if nbytes_of(chosen) <= KEPT_WEIGHTS:
+            weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in chosen.items()}
             return {"weights": weights, "all_weights": chosen is held}
     return {}
 
@@ -272,7 +266,7 @@ class RollbackEscalation(NumericsHealer):
         """Takes the next rung of the ladder: back to a trusted state, with what has to change, or the end."""
         incident, window, numerics = context.incident, context.step_in_hand, self.numerics
         numerics.feed()
-        step, diagnosis = self.instrument.view.step, FAILURE_RECIPES[failure].diagnosis.rstrip(".")
+        step, diagnosis = self.run.instrument.view.step, FAILURE_RECIPES[failure].diagnosis.rstrip(".")
         if not self.rollback.can_go_back():
             context.verdict = (
                 f"{verdict or diagnosis}; there is no trusted state to go back to, neither in memory nor on disk"
@@ -296,7 +290,7 @@ class RollbackEscalation(NumericsHealer):
         self.went_back_in = window.step
         self.owe_checkpoint(context.went_back)
         if context.went_back is None:
-            found = ", ".join(self.instrument.view.nonfinite_tensors()[:5])
+            found = ", ".join(self.run.instrument.view.nonfinite_tensors()[:5])
             frozen = f" (still not finite: {found}; frozen parameters are in no snapshot)" if found else ""
             context.verdict = f"{diagnosis}, and no state tried was any better{frozen}"
             self.actions.apply(Action.STOP, context, self.args)
@@ -307,7 +301,7 @@ class RollbackEscalation(NumericsHealer):
         rate_fixed, control = self.config.max_lr_reductions == 0, self.numerics.learning_rate
         given = {Given.EARLY if self.rollback.states.early(step) else Given.LATE}
         given |= {Given.RATE_FIXED} if rate_fixed else set()
-        given |= {Given.RATE_LEFT} if self.instrument.view.can_scale_rate and not control.exhausted else set()
+        given |= {Given.RATE_LEFT} if self.run.instrument.view.can_scale_rate and not control.exhausted else set()
         return frozenset(given)
 
     def _why_it_ends(self, failure: FailureType, rung: Rung, incident: Incident) -> str:
@@ -318,7 +312,7 @@ class RollbackEscalation(NumericsHealer):
         self.run.journal.diagnosed(incident, rung.failure, incident.cause, {})
         reductions = self.numerics.learning_rate.reductions
         times = "one reduction" if reductions == 1 else f"{reductions} reductions"
-        why = f"training still fails at a learning rate of {self.instrument.view.learning_rate:.3g}, after {times}"
+        why = f"training still fails at a learning rate of {self.run.instrument.view.learning_rate:.3g}, after {times}"
         if incident.cause == Cause.COMPUTATION:
             why += (
                 "; trusted weights give the same loss, so neither the weights nor the rate are at fault, but the "
@@ -328,12 +322,12 @@ class RollbackEscalation(NumericsHealer):
 
     def _try_rates(self, context: HealingContext) -> float | None:
         """A run that fails in its first steps: the factor with which it learns, if there is one within reach."""
-        view, rollback = self.instrument.view, self.rollback
+        view, rollback = self.run.instrument.view, self.rollback
         start, kept = rollback.ring.initial, rollback.batches.first_steps
         steps = kept[: round(votes.smallest("first steps that are kept", len(kept), view.device))]
         if start is None or len(steps) < LEAST_TRIAL_STEPS:
             return None
-        control, limit = self.numerics.learning_rate, self.panel.divergence.early.limit
+        control, limit = self.numerics.learning_rate, self.numerics.panel.divergence.early.limit
         trial = RateTrial(context.step_in_hand, rollback, start, steps, limit)
         try:
             margin = MARGIN_PLAIN if view.beta2 is None else MARGIN_ADAPTIVE
@@ -351,5 +345,5 @@ class RollbackEscalation(NumericsHealer):
     def owe_checkpoint(self, went: RollbackRecord | None) -> None:
         """Checkpoints that are suspect now have to be replaced as soon as the loss is back."""
         suspects = went is not None and bool(went.suspects)
-        if votes.from_first_rank("checkpoints are suspect", lambda: suspects, self.instrument.view.device):
+        if votes.from_first_rank("checkpoints are suspect", lambda: suspects, self.run.instrument.view.device):
             self.numerics.watch.owed = True

@@ -55,9 +55,15 @@ class StepJudge(Healer):
         if self.rollback.copies_in_doubt:
             # A step later: what is copied anew in every step is healed by now.
             self.corrupted_state.look_at_copies()
-        known = len(self.run.journal.incidents)
+        known, states = len(self.run.journal.incidents), self.rollback.states
         try:
-            self._judge(window)
+            signals, calm = self._judge(window)
+            due = states.step_taken(window, signals.loss, calm, self.replicas.compared_since)
+            tensors = states.promote(window.step) if due else []
+            if self.rollback.checkpoints.waiting:
+                states.verify_checkpoints(window.step)
+            if tensors:
+                self.corrupted_state.heal_silent(window, tensors)
             return
         except Exception as caught:
             error = self.memory.ran_out(caught)
@@ -76,7 +82,8 @@ class StepJudge(Healer):
         compares = not self.replicas.off and self.replicas.due(step)
         return None if compares or self.rollback.states.will_trust(step) else bounds.single()
 
-    def _judge(self, window: Window) -> None:
+    def _judge(self, window: Window) -> tuple[StepSignals, bool]:
+        """The signals of a step as it is applied, healed where it has to be; whether nothing was wrong with it."""
         run, numerics, step = self.run, self.numerics, window.step
         compares = not self.replicas.off and self.replicas.due(step)
         signals = window.signals(
@@ -90,12 +97,14 @@ class StepJudge(Healer):
         if step % LOOK_EVERY == 0:
             self.applied.look_at_parameters(step)
         asked = window.stop_wanted or window.rollback_wanted or window.has_news or compares
-        if numerics.bounds is not None and not asked and numerics.may_wait(signals):
-            # Healthy: what is to be learned from it is learned later, in one go with others.
+        acted_on = asked or numerics.watch.incident or numerics.repeatability.owed or step <= numerics.observed_step
+        if numerics.bounds is not None and not acted_on and numerics.bounds.admit(signals):
+            # Healthy: the detectors have nothing to say of it, and are shown it later, in one go with others.
+            numerics.waiting.append(signals)
+            numerics.applied, numerics.observed_step = signals, step
             if run.outcomes.awaited:
                 run.outcomes.take_in(signals.loss, step)
-            self._take(window, signals, calm=True)
-            return
+            return signals, True
         if numerics.waiting:
             numerics.feed()
         numerics.bounds = None
@@ -103,8 +112,7 @@ class StepJudge(Healer):
             run.news.exchange(run.instrument.view.device)
         if not self.replicas.off and self._heal_replicas(window, compares, suspicious=not signals.finite):
             # What was to be judged was computed with weights that were not the same on all ranks.
-            self._take(window, window.signals(), calm=False)
-            return
+            return window.signals(), False
         if signals.finite and not window.stop_wanted and not window.rollback_wanted:
             # What the detectors see is the same on all ranks: nothing to meet for.
             undisturbed = True
@@ -115,7 +123,7 @@ class StepJudge(Healer):
         if not signals.finite:
             # Rows that were left out may be drawn again by any rank, right after the last step of an epoch.
             run.news.exchange(run.instrument.view.device)
-        self._take(window, signals, calm=undisturbed and numerics.settled)
+        return signals, undisturbed and numerics.settled
 
     def _heal_replicas(self, window: Window, compared: bool, suspicious: bool) -> bool:
         """Heals weights that are not the same on all ranks any more; returns whether there were any."""
@@ -167,16 +175,6 @@ class StepJudge(Healer):
         if symptom is not None:
             self.spikes.report(symptom)
         self.applied.take_in(window, signals)
-
-    def _take(self, window: Window, signals: StepSignals, calm: bool) -> None:
-        """Takes in a step that is about to be applied."""
-        states = self.rollback.states
-        due = states.step_taken(window, signals.loss, calm, self.replicas.compared_since)
-        tensors = states.promote(window.step) if due else []
-        if self.rollback.checkpoints.waiting:
-            states.verify_checkpoints(window.step)
-        if tensors:
-            self.corrupted_state.heal_silent(window, tensors)
 
     # ---- events beside it ----
 
@@ -280,14 +278,14 @@ class OomDuringHealing(NumericsHealer):
         logger.warning(
             "Step %d: self_healing ran out of memory while it checked this step (%s). The step needs no healing and "
             "is applied as it is; checking resumes with the next one.",
-            self.instrument.view.step,
+            self.run.instrument.view.step,
             describe_exception(error),
         )
 
     def _stop_without_memory(
         self, error: BaseException, window: Window | None, opened: Sequence[Incident]
     ) -> NoReturn:
-        instrument = self.instrument
+        instrument = self.run.instrument
         if window is not None:
             # No gradient of it is applied, and their memory is there for what is left to do.
             window.skip(None, keep_buffers=True)
@@ -355,7 +353,7 @@ class TooManySkippedSteps(NumericsHealer):
         At the end of the run: one most of whose steps are not in the weights, or none of those since it was resumed,
         has failed, however well it seems to have come to its end.
         """
-        step, missing = self.instrument.view.step, self.numerics.missing
+        step, missing = self.run.instrument.view.step, self.numerics.missing
         trained, since = missing.trained(step), step - missing.entry_step
         none_since = since > 0 and trained <= missing.trained_at_entry
         if trained >= _LEAST_TRAINED * step and not none_since:
@@ -366,7 +364,7 @@ class TooManySkippedSteps(NumericsHealer):
         self._end(cause, verdict, steps=step, trained=trained, since_entry=since)
 
     def _end(self, cause: str, verdict: str, **evidence: int) -> None:
-        instrument = self.instrument
+        instrument = self.run.instrument
         with self.run.incident(instrument.view.step, "steps_missing", evidence) as opened:
             opened.diagnosed(FailureType.NOT_TRAINED, cause)
             context = HealingContext(opened.incident, instrument, instrument.window, verdict=verdict)

@@ -17,7 +17,7 @@ from ...run.healer import HealingContext
 from ...run.incidents import Diagnosis, OpenIncident
 from ...run.run import Run
 from .diagnosis import diagnose_rise, diagnose_stillness
-from .healer import NumericsHealer
+from .healer import NumericsHealer, keep_batch
 from .ladder import UNHARMED
 
 
@@ -57,13 +57,13 @@ class AppliedSteps(NumericsHealer):
         says whether they are.
         """
         # Whether they may have a gradient, not whether they have one: experts that no token went to have none.
-        groups = getattr(self.instrument.trainer.optimizer, "param_groups", ())
+        groups = getattr(self.run.instrument.trainer.optimizer, "param_groups", ())
         before, self._trained = self._trained, [each.requires_grad for group in groups for each in group["params"]]
         if not before or before == self._trained:
             return False
         logger.info("Step %d: the set of trained parameters has changed; the gradient norm is learned again.", step)
         self.numerics.feed()
-        self.panel.reset_gradient_baseline()
+        self.numerics.panel.reset_gradient_baseline()
         if self.numerics.clipping is not None:
             self.numerics.clipping.reset()
         return True
@@ -113,7 +113,7 @@ class AppliedSteps(NumericsHealer):
 
     def heal(self, opened: OpenIncident, failure: FailureType, window: Window) -> None:
         """Acts on what was seen in applied steps, by its failure."""
-        with self.instrument.failsafe.together(), opened:
+        with self.run.instrument.failsafe.together(), opened:
             if self.numerics.watch.incident is opened.incident:
                 opened.leave_open()
             dealt_with = False
@@ -135,7 +135,7 @@ class AppliedSteps(NumericsHealer):
         if failure is FailureType.DIVERGENCE and incident.cause != Cause.WEIGHTS:
             # The recipe blames the weights.
             verdict = f"The loss has risen and stays up; the weights are not proven to be the cause ({incident.cause})"
-        self.actions.apply(actions, HealingContext(incident, self.instrument, window, verdict=verdict), self.args)
+        self.actions.apply(actions, HealingContext(incident, self.run.instrument, window, verdict=verdict), self.args)
         if set(actions) <= set(INSPECTIONS):
             opened.close("reported")
 
@@ -151,7 +151,7 @@ class AppliedSteps(NumericsHealer):
         """
         Finds out what made the loss rise, whatever is done about it; back to a trusted state if it was the weights.
         """
-        tries = self.instrument.view.can_recompute and self.rollback.can_go_back()
+        tries = self.run.instrument.view.can_recompute and self.rollback.can_go_back()
         if not (self.may_go_back(window.step) if self.config.on_divergence == "heal" else tries):
             return False
         incident = opened.incident
@@ -159,7 +159,7 @@ class AppliedSteps(NumericsHealer):
         if self.config.on_divergence != "warn" or found.failure is FailureType.HARDER_DATA:
             opened.diagnosed(found.failure, found.cause, found.evidence)
         if found.cause in _MAY_GO_BACK and self.config.on_divergence == "heal":
-            self.climb.take_rung(HealingContext(incident, self.instrument, window, found), FailureType.DIVERGENCE)
+            self.climb.take_rung(HealingContext(incident, self.run.instrument, window, found), FailureType.DIVERGENCE)
             opened.wait()
             return True
         # Computed again for the experiment, its gradient is as it came out of the backward.
@@ -168,28 +168,28 @@ class AppliedSteps(NumericsHealer):
         if found.failure is not FailureType.HARDER_DATA:
             # What is not known is no reason to change a run: it is watched.
             return False
-        self.panel.divergence.prove_harmless()
+        self.numerics.panel.divergence.prove_harmless()
         self.numerics.watch.incident = None
         opened.close("reported")
         return True
 
     def _heal_stillness(self, opened: OpenIncident, window: Window) -> bool:
         """Weights that were driven where there is no gradient are a divergence, however slow the loss shows it."""
-        panel, still = self.panel, window.signals()
+        panel, still = self.numerics.panel, window.signals()
         first = median(panel.divergence.early.first or [math.nan])
         found = diagnose_stillness(window, self.rollback, still, first, panel.loss_trend.scale)
         if found.cause != Cause.WEIGHTS:
             opened.stop_clock()
             return False
         opened.diagnosed(found.failure, found.cause, found.evidence)
-        context = HealingContext(opened.incident, self.instrument, window, found)
+        context = HealingContext(opened.incident, self.run.instrument, window, found)
         self.climb.take_rung(context, FailureType.DIVERGENCE)
         opened.wait()
         return True
 
     def may_go_back(self, step: int) -> bool:
         """Without a state to go back to, a run that goes on may still recover; one that was stopped cannot."""
-        if self.config.on_divergence != "heal" or not self.instrument.view.can_recompute:
+        if self.config.on_divergence != "heal" or not self.run.instrument.view.can_recompute:
             return False
         if self.numerics.schedule.raised_lately(step, self.config.divergence_patience):
             return False
@@ -197,7 +197,7 @@ class AppliedSteps(NumericsHealer):
 
     def diagnose_rise(self, window: Window, loss: float) -> Diagnosis:
         """Finds out why a loss has risen over its baseline, or over the losses the run began with."""
-        panel = self.panel
+        panel = self.numerics.panel
         level = panel.loss_trend.level if panel.loss_trend.ready else None
         if level is None:
             level = median(panel.divergence.early.first or [math.nan])
@@ -213,23 +213,23 @@ class SpikeHealer(NumericsHealer):
     @property
     def heals(self) -> bool:
         """Whether anything is done about a spike before it is applied."""
-        return self.config.on_spike == "heal" and self.instrument.view.can_recompute
+        return self.config.on_spike == "heal" and self.run.instrument.view.can_recompute
 
     def heal(self, window: Window, symptom: Symptom) -> None:
         """Computes the step again before anything is decided about it."""
         with self.incident(symptom.step, symptom.name, symptom.evidence, symptom.severity) as opened:
             again = window.recompute_with_retry()
-            transient = again.finite and self.panel.spike(again) is None
+            transient = again.finite and self.numerics.panel.spike(again) is None
             if again.finite and symptom.step > self.numerics.observed_step:
                 # As it is without the passing fault: faults that come again and again are not what is usual.
-                self.panel.remember_spike(again)
+                self.numerics.panel.remember_spike(again)
             failure = FailureType.SPIKE_TRANSIENT if transient else FailureType.GRADIENT_SPIKE
             cause = Cause.TRANSIENT if transient else Cause.SAME_AGAIN if again.finite else Cause.NOT_FINITE_AGAIN
             opened.diagnosed(failure, cause, {"again": {"loss": again.loss, "grad_norm": again.grad_norm}})
             if not transient:
-                self.keep_batch(window, opened.incident)
+                keep_batch(self.run, window, opened.incident)
             if not transient and again.finite and self._weights_spike(opened, window, symptom, again):
-                context = HealingContext(opened.incident, self.instrument, window)
+                context = HealingContext(opened.incident, self.run.instrument, window)
                 self.climb.take_rung(context, FailureType.DIVERGENCE)
                 return
             self._act(opened, window, symptom, again, failure)
@@ -237,7 +237,7 @@ class SpikeHealer(NumericsHealer):
     def _act(
         self, opened: OpenIncident, window: Window, symptom: Symptom, again: StepSignals, failure: FailureType
     ) -> None:
-        usual, limits = self.panel.gradient_level, self.numerics.limits
+        usual, limits = self.numerics.panel.gradient_level, self.numerics.limits
         holds = {
             Given.NOT_FINITE_AGAIN: not again.finite,
             Given.LOSS_USUAL: symptom.name == "gradient_spike",
@@ -245,7 +245,7 @@ class SpikeHealer(NumericsHealer):
             Given.SKIPS_LEFT: limits.may_skip_spike(symptom.step),
         }
         actions = self.numerics.ladder.next(failure, {given for given, so in holds.items() if so}).actions
-        context = HealingContext(opened.incident, self.instrument, window, clip_to=usual)
+        context = HealingContext(opened.incident, self.run.instrument, window, clip_to=usual)
         self.actions.apply(actions, context, self.args)
         opened.wait()
         if not window.skipped:
@@ -316,7 +316,7 @@ class RedFlagHealer(NumericsHealer):
             verdict += f" (rule {incident.cause})"
         if "seen_by_rank" in evidence:
             verdict += f" (seen by rank {evidence['seen_by_rank']})"
-        context = HealingContext(incident, self.instrument, window, verdict=verdict)
+        context = HealingContext(incident, self.run.instrument, window, verdict=verdict)
         self.actions.apply(THE_END, context, self.args)
 
     def roll_back(self, window: Window) -> None:
@@ -324,8 +324,8 @@ class RedFlagHealer(NumericsHealer):
         incident = self._known_to_all(self.numerics.roll_back_for, window)
         self.numerics.roll_back_for = None
         with self.run.dealing_with(incident) as opened:
-            if self.instrument.view.can_recompute and self.rollback.can_go_back():
-                self.climb.take_rung(HealingContext(incident, self.instrument, window), FailureType.RED_FLAG)
+            if self.run.instrument.view.can_recompute and self.rollback.can_go_back():
+                self.climb.take_rung(HealingContext(incident, self.run.instrument, window), FailureType.RED_FLAG)
                 return
             incident.evidence["why"] = "Its action is to roll back, and there is no trusted state to go back to"
             opened.close("reported")
@@ -338,7 +338,7 @@ class RedFlagHealer(NumericsHealer):
         told = votes.from_first_rank_with(
             "what was seen",
             None if own is None else (self.run.journal.rank, own.to_dict()),
-            self.instrument.view.device,
+            self.run.instrument.view.device,
         )
         if own is not None:
             return own

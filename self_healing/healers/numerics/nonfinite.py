@@ -12,8 +12,9 @@ from ...ranks import votes
 from ...rollback.rollback import RollbackRecord
 from ...run.healer import HealingContext
 from ...run.incidents import Diagnosis, OpenIncident
+from ...system.random_state import RandomState
 from .diagnosis import diagnose, diagnose_start
-from .healer import NumericsHealer
+from .healer import NumericsHealer, keep_batch
 from .loss import AppliedSteps
 
 
@@ -50,9 +51,9 @@ class NonfiniteHealer(NumericsHealer):
     def _heal(self, opened: OpenIncident, window: Window) -> None:
         run, incident = self.run, opened.incident
         # Before it is computed again. The gradient has been summed over ranks, and says no more whose it was.
-        losses_are_finite = all(math.isfinite(float(loss)) for loss in window.losses)
+        losses_are_finite = math.isfinite(sum(map(float, window.losses)))
         if self.acts and self.config.on_nonfinite == "heal":
-            diagnosis = diagnose(window, self.instrument, self.rollback.batches.healthy_inputs)
+            diagnosis = diagnose(window, self.run.instrument, self.rollback.batches.healthy_inputs)
         else:
             asked_for: dict[str, Any] = {"on_nonfinite": self.config.on_nonfinite}
             if (watched := self.instrument.view.only_watched) is not None:
@@ -65,22 +66,25 @@ class NonfiniteHealer(NumericsHealer):
             here = bool(diagnosis.poison) if poisoned else not losses_are_finite
             ranks = self.ranks_where("it is not finite here", here)
         opened.diagnosed(diagnosis.failure, diagnosis.cause, {**diagnosis.evidence, **ranks})
-        context = HealingContext(incident, self.instrument, window, diagnosis)
+        context = HealingContext(incident, self.run.instrument, window, diagnosis)
         if diagnosis.failure is FailureType.CORRUPTED_STATE:
             self.climb.take_rung(context, diagnosis.failure)
             return
-        if diagnosis.everywhere and not self.instrument.optimizer_step.weights_moved:
+        if diagnosis.everywhere and not self.run.instrument.optimizer_step.weights_moved:
             self._stop_at_the_start(opened, context)
-        self.keep_batch(window, incident)
-        actions = self._actions_against(diagnosis)
-        if self.config.on_nonfinite == "raise":
+        keep_batch(self.run, window, incident)
+        actions: tuple[Action, ...] = ()
+        if self.acts and self.config.on_nonfinite != "raise":
+            actions = self.numerics.ladder.next(diagnosis.failure, {Given.PATIENCE_LEFT}).actions
+        elif self.acts:
+            actions = THE_END
             context.verdict = "loss or gradient norm is not finite (on_nonfinite='raise')"
         self.actions.apply(actions, context, self.args)
         if not window.skipped and actions:
             # What the healed step shows has incidents of its own.
             opened.stop_clock()
             healed = window.signals()
-            run.outcomes.take_in(healed.loss, self.instrument.view.step)
+            run.outcomes.take_in(healed.loss, self.run.instrument.view.step)
             self.run.part(AppliedSteps).observe(window, healed)
         opened.wait()
         stop = self.numerics.limits.note(
@@ -92,19 +96,12 @@ class NonfiniteHealer(NumericsHealer):
         if not stop:
             return
         if diagnosis.failure is FailureType.NONFINITE_NUMERICAL and self.numerics.limits.out_of_patience:
-            if not self.instrument.optimizer_step.weights_moved:
+            if not self.run.instrument.optimizer_step.weights_moved:
                 self._stop_at_the_start(opened, context)
             self.climb.take_rung(context, diagnosis.failure, verdict=stop)
             opened.wait()
             return
         self.end(context, stop)
-
-    def _actions_against(self, diagnosis: Diagnosis) -> tuple[Action, ...]:
-        if not self.acts:
-            return ()
-        if self.config.on_nonfinite == "raise":
-            return THE_END
-        return self.numerics.ladder.next(diagnosis.failure, {Given.PATIENCE_LEFT}).actions
 
     def _stop_at_the_start(self, opened: OpenIncident, context: HealingContext) -> NoReturn:
         """
@@ -112,7 +109,7 @@ class NonfiniteHealer(NumericsHealer):
         and no lower rate makes them others.
         """
         incident, window = opened.incident, context.step_in_hand
-        self.keep_batch(window, incident)
+        keep_batch(self.run, window, incident)
         found = diagnose_start(window, str(incident.evidence.get("why", "")))
         opened.diagnosed(found.failure, found.cause, found.evidence)
         incident.evidence.pop("why", None)
@@ -141,7 +138,7 @@ class CorruptedStateHealer(NumericsHealer):
 
     def heal_silent(self, window: Window, tensors: list[str]) -> None:
         """Goes back from a state that is not finite, which no loss has shown yet: a row of an embedding, a mean."""
-        instrument = self.instrument
+        instrument = self.run.instrument
         found = instrument.view.nonfinite_tensors()
         if self.config.on_nonfinite != "heal" or not self.on_any_rank("the state is not finite", bool(found)):
             return
@@ -150,7 +147,7 @@ class CorruptedStateHealer(NumericsHealer):
 
     def heal_the_end(self) -> None:
         """After the last step: weights that turned NaN with it would be handed over as trained."""
-        instrument = self.instrument
+        instrument = self.run.instrument
         window, step = instrument.window, instrument.view.step
         if self.config.on_nonfinite != "heal" or not instrument.view.can_recompute or window is None:
             return
@@ -190,7 +187,7 @@ class CorruptedStateHealer(NumericsHealer):
 
     def verify_state(self) -> None:
         """Searches what goes into a checkpoint for NaN and Inf that no loss has shown, and heals what it finds."""
-        instrument = self.instrument
+        instrument = self.run.instrument
         if not instrument.view.can_recompute:
             # The engine holds the optimizer's state, and parts of the weights, where they cannot be looked at.
             return
@@ -206,7 +203,7 @@ class CorruptedStateHealer(NumericsHealer):
         self._told_of_state = not finite
 
     def _heal_before_a_save(self, opened: OpenIncident) -> bool:
-        instrument, incident = self.instrument, opened.incident
+        instrument, incident = self.run.instrument, opened.incident
         window, step = instrument.window or instrument.reentry.interrupted, instrument.view.step
         if self.config.on_nonfinite != "heal" or window is None or instrument.leaving.begun:
             return self._report(opened, "It is not healed here; no checkpoint of it is trusted")
@@ -217,8 +214,12 @@ class CorruptedStateHealer(NumericsHealer):
         if spent:
             context.verdict = f"{FAILURE_RECIPES[FailureType.CORRUPTED_STATE].diagnosis.rstrip('.')}; {spent}"
             self.actions.apply(Action.STOP, context, self.args)
-        with instrument.random_state_kept():
+        # Training goes on to draw from the generators.
+        rng = RandomState.capture(instrument.view.device)
+        try:
             went = self._undo_corruption(context)
+        finally:
+            rng.restore()
         if went is None:
             # What is frozen is in no snapshot.
             context.verdict = f"no trusted state is any better: {', '.join(instrument.view.nonfinite_tensors()[:5])}"
@@ -235,14 +236,14 @@ class CorruptedStateHealer(NumericsHealer):
 
     def look_at_copies(self) -> None:
         """Reports copies of the weights beside the model that are not finite, which no rollback reaches, each once."""
-        journal, found = self.run.journal, nonfinite_copies(self.instrument.trainer)
+        journal, found = self.run.journal, nonfinite_copies(self.run.instrument.trainer)
         self.rollback.copies_in_doubt = False
         told = [each for each in journal.incidents if each.symptom == "nonfinite_copy" and each.outcome == "reported"]
         for incident in told:
             if found.pop(incident.cause, None) is None:
                 journal.closed(incident, "self_recovered")
         for name, counts in found.items():
-            with self.run.incident(self.instrument.view.step, "nonfinite_copy", counts) as opened:
+            with self.run.incident(self.run.instrument.view.step, "nonfinite_copy", counts) as opened:
                 opened.diagnosed(FailureType.CORRUPTED_COPY, name)
                 opened.close("reported")
 
@@ -265,7 +266,7 @@ class CorruptedStateHealer(NumericsHealer):
         if not self.rollback.can_go_back():
             context.verdict += f"{half_done} there is no trusted state to go back to, neither in memory nor on disk"
             self.actions.apply(Action.STOP, context, self.args)
-        self.instrument.optimizer_step.undone()
+        self.run.instrument.optimizer_step.undone()
         # Where the steps since then could not be applied again the first time, they are lost.
         replaying = () if window.skipped else (Action.REPLAY_STEPS,)
         self.actions.apply((Action.ROLL_BACK, *replaying), context, self.args)

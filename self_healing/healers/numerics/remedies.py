@@ -63,12 +63,13 @@ class NumericsRemedies:
         return dropped
 
     def _skip_step(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
-        gone_back, before = context.went_back is not None, context.step_in_hand.skipped
-        self._numerics.missing.left_out(context.step_in_hand.step)
-        context.step_in_hand.skip(self._numerics.detector.last_loss, keep_buffers=gone_back)
+        window, losses = context.step_in_hand, self._numerics.detector.losses
+        gone_back, before = context.went_back is not None, window.skipped
+        self._numerics.missing.left_out(window.step)
+        window.skip(losses[-1] if losses else None, keep_buffers=gone_back)
         if gone_back:
             # It is one of the steps that going back has lost.
-            self._rollback.give_up_steps(context.step_in_hand.step)
+            self._rollback.give_up_steps(window.step)
         elif not before:
             context.incident.steps_lost += 1
         return {"skipped": True}

@@ -50,11 +50,11 @@ class ReplicaHealer(NumericsHealer):
         if self.off or self.config.on_nonfinite != "heal" or not self.acts:
             return False
         if self._replicas is None:
-            self._replicas = Replicas(self.instrument.trainer)
+            self._replicas = Replicas(self.run.instrument.trainer)
             self.off = not self._replicas.possible
         if self.off or self.same_at is None:
             return not self.off
-        return step >= self._next or self.rollback.states.will_trust(step) or self.instrument.view.in_last_step
+        return step >= self._next or self.rollback.states.will_trust(step) or self.run.instrument.view.in_last_step
 
     def compared_since(self, step: int) -> bool:
         """
@@ -71,7 +71,7 @@ class ReplicaHealer(NumericsHealer):
 
     def apart(self) -> bool:
         """Compares them at once. Collective."""
-        found = votes.sum_over_ranks("weights are the same", self.digest(), self.instrument.view.device)
+        found = votes.sum_over_ranks("weights are the same", self.digest(), self.run.instrument.view.device)
         return are_apart(found[:DIGEST_PARTS])
 
     def note(self, step: int, apart: bool) -> None:
@@ -93,8 +93,8 @@ class ReplicaHealer(NumericsHealer):
             self._replicas.leave_out(names)
             logger.info("%d weights are not the same on all ranks from the start, and not compared.", len(names))
             return False
-        found = self.instrument.view.nonfinite_tensors()
-        if votes.any_rank("weights are not finite", bool(found), self.instrument.view.device):
+        found = self.run.instrument.view.nonfinite_tensors()
+        if votes.any_rank("weights are not finite", bool(found), self.run.instrument.view.device):
             # That is seen where the step is judged, and has a name of its own.
             return False
         if not apart:
@@ -108,7 +108,7 @@ class ReplicaHealer(NumericsHealer):
 
     def _sums_of_ranks(self, question: str) -> list[SumsOfGroups]:
         assert self._replicas is not None
-        return votes.from_every_rank(question, self._replicas.sums(), self.instrument.view.device)
+        return votes.from_every_rank(question, self._replicas.sums(), self.run.instrument.view.device)
 
     def _heal(
         self,
@@ -118,12 +118,12 @@ class ReplicaHealer(NumericsHealer):
         apart: Mapping[Group, Sequence[str]],
     ) -> None:
         assert self._replicas is not None
-        step, device = self.instrument.view.step, self.instrument.view.device
+        step, device = self.run.instrument.view.step, self.run.instrument.view.device
         odd = odd_by_majority(of_ranks, apart)
         # Before anything is done about it, which may end the run.
         self._name(opened, odd)
         before = copies_of(self._replicas.tensors(), apart) if odd is None else None
-        context = HealingContext(opened.incident, self.instrument, window)
+        context = HealingContext(opened.incident, self.run.instrument, window)
         context.unlike_from = None if self.same_at is None else self.same_at + 1
         context.verdict = "the weights of the ranks are not the same any more"
         rung, spent = self.numerics.ladder.climb(FailureType.REPLICAS_DIFFER, step, frozenset())

@@ -83,20 +83,6 @@ class NumericsState:
 
     # ---- steps that are applied ----
 
-    def may_wait(self, signals: StepSignals) -> bool:
-        """
-        Takes in a healthy step that is shown to the detectors later ([`feed`]): it is known that they have nothing to
-        say of it. `False` for one that somebody may have to act on now.
-        """
-        bounds = self.bounds
-        if bounds is None or self.watch.incident is not None or self.repeatability.owed:
-            return False
-        if signals.step <= self.observed_step or not bounds.admit(signals):
-            return False
-        self.waiting.append(signals)
-        self.applied, self.observed_step = signals, signals.step
-        return True
-
     def feed(self) -> None:
         """Shows the detectors the steps that wait, before anybody reads what they know."""
         waiting, self.waiting, self.bounds = self.waiting, [], None

@@ -86,7 +86,8 @@ class DivergenceDetector(KeepsState):
             self._caution = _caution_at(step)
         chance = self.above_chance
         # Mostly it is below, and has been before.
-        worse = (loss > chance.limit or chance.steps or not chance.was_below) and chance.observe(loss)
+        asked = chance.chance is not None and (loss > chance.limit or chance.steps or not chance.was_below)
+        worse = asked and chance.observe(loss)
         early = z is None and self.early.observe(loss)
         if z is not None and not usual_spike:
             self._add(z, trend.stretch)

@@ -137,11 +137,6 @@ class DetectorPanel(KeepsState):
         """Baseline of the gradient norm; `None` while there is none."""
         return self.gradient_trend.level if self.gradient_trend.ready else None
 
-    @property
-    def gradient_bound(self) -> float | None:
-        """Gradient norm above which a step is looked into; `None` while there is no baseline, or no such bound."""
-        return self.gradient_spike.bound(self.gradient_trend)
-
     def gradient_is_usual(self, signals: StepSignals) -> bool:
         """Whether the gradient norm of a step lies close to its baseline. Changes nothing."""
         if self._read_of is not signals:

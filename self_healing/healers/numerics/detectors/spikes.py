@@ -136,11 +136,6 @@ class NonFiniteDetector(KeepsState):
             evidence={"loss": signals.loss, "grad_norm": signals.grad_norm},
         )
 
-    @property
-    def last_loss(self) -> float | None:
-        """Loss of the last accepted step."""
-        return self.losses[-1] if self.losses else None
-
     def trend(self) -> tuple[float, float] | None:
         """Returns median and scale of the accepted losses."""
         if not self.losses:
