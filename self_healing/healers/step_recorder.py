@@ -40,7 +40,7 @@ class StepRecorder(Healer):
     def attach(self, first: bool) -> None:
         if self._run.journal.rank == 0:
             self._contained(self._begin)
-            self._run.instrument.on_detach.append(self._close)
+            self._run.instrument.on_detach.append(self.process_ends)
 
     def _begin(self) -> None:
         journal = self._run.journal
@@ -90,16 +90,13 @@ class StepRecorder(Healer):
             step, steps, _, *others = self._log.kept[-1]
             self._log.kept[-1] = (step, steps, 1, *others)
 
-    def process_ends(self) -> None:
-        self._close()
-
     def _look_at_what_changes_slowly(self) -> None:
         panel = self._numerics.panel
         usual, bound = panel.gradient_level, panel.gradient_spike.bound(panel.gradient_trend)
         self._bounds = (_NAN if usual is None else usual, _NAN if bound is None else bound)
         self._memory = memory_taken(self._run.instrument.view.device)
 
-    def _close(self) -> None:
+    def process_ends(self) -> None:
         log, self._log = self._log, None
         if log is not None:
             self._contained(log.write)

@@ -56,6 +56,8 @@ class Instrument:
         self.heals_exceptions = heals_exceptions
         self.replaced = Replacements()
         self.view = TrainerView(trainer, self.objective)
+        # Whether anything is done about steps that are not finite.
+        self.leaves_out_nonfinite = heals_exceptions and self.view.can_recompute
         self.ledger = Bookkeeper(trainer)
         self.position = DataPosition(trainer, self.objective)
         self.reentry = Reentry(trainer, self.ledger, self.position)
@@ -75,7 +77,7 @@ class Instrument:
         self.started_at = started_at
         # While a step that can be left out is computed, what is logged of it is filtered here, once, and not by the
         # Trainer, which waits for the device twice for each micro-batch.
-        self._filter_taken = self._filters_loss = False
+        self._filter_taken = False
         # Whether others may draw random numbers, or change what is trained, between the fetch and the first forward.
         self._others_begin_steps = True
         # The factor in force on the learning rates, and the step whose update it was for.
@@ -84,11 +86,6 @@ class Instrument:
         self._began = math.nan
         # Undo what healers have done to the trainer, when it is given back.
         self.on_detach: list[Callable[[], None]] = []
-
-    @property
-    def leaves_out_nonfinite(self) -> bool:
-        """Whether anything is done about steps that are not finite."""
-        return self.heals_exceptions and self.view.can_recompute
 
     @property
     def attached(self) -> bool:
@@ -136,7 +133,6 @@ class Instrument:
         self.replace(trainer, "_load_best_model", in_section("load_best_model", _unchanged))
         self.one_rank.attach()
         self._others_begin_steps = any(takes_part(each, "on_step_begin") for each in handler.callbacks)
-        self._filters_loss = self.leaves_out_nonfinite
         self.optimizer_step.attach()
         self.position.watch()
 
@@ -227,7 +223,7 @@ class Instrument:
                     self.window = Window(self.engine, self.ledger, self.position, size) if size else None
                     self.reentry.fetched(self.window)
                     self.hooks.fetched()
-                    if size and settings.logging_nan_inf_filter and self._filters_loss:
+                    if size and settings.logging_nan_inf_filter and self.leaves_out_nonfinite:
                         self._filter_taken, settings.logging_nan_inf_filter = True, False
             except Exception as error:
                 self.failsafe.contain(error)

@@ -147,6 +147,9 @@ class Zero:
         self.shards_weights = bool(engine.zero_optimization_partition_weights())
         # Whether gradients, optimizer state and the weights that are updated lie in host memory.
         self.offloads = _offloads(engine.optimizer)
+        # The method that measures the norm of a group of parameters.
+        self.measure = "complete_grad_norm_calculation_for_cpu_offload" if self.offloads else "get_grad_norm_direct"
+        self.scales_loss = bool(engine.fp16_enabled())
         # By group of parameters: measured before the step, and not once more in it.
         self._norms: dict[int, torch.Tensor] = {}
 
@@ -162,10 +165,6 @@ class Zero:
         # DeepSpeed says -1 of a group that is not finite, and takes that for its norm where there are several groups.
         bad = torch.stack([norm < 0 for norm in self._norms.values()]).any()
         return torch.where(bad, torch.full_like(total, math.inf), total / zero.loss_scale)
-
-    @property
-    def measure(self) -> str:
-        return "complete_grad_norm_calculation_for_cpu_offload" if self.offloads else "get_grad_norm_direct"
 
     def norm_of_group(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps that method: what was measured before the step is not measured again."""
@@ -254,10 +253,6 @@ class Zero:
             self.optimizer._coalesce_grad_reduction = self.engine.inside_no_sync_ctxt = False
 
     # ---- the step ----
-
-    @property
-    def scales_loss(self) -> bool:
-        return bool(self.engine.fp16_enabled())
 
     @property
     def left_out_by_itself(self) -> bool:

@@ -81,17 +81,6 @@ class Hooks:
         """Gives metrics to add to what the trainer logs."""
         return {}
 
-    def checkpoints_wait(self) -> bool:
-        """Whether checkpoints that the Trainer's schedule asks for have to wait."""
-        return False
-
-    def owes_checkpoint(self) -> bool:
-        """Whether one has waited, and is written as soon as it may."""
-        return False
-
-    def checkpoint_waits(self) -> None:
-        """Called when a checkpoint that is due is not written, because checkpoints have to wait."""
-
     def verify_state(self) -> None:
         """
         Called between two steps, before the Trainer writes a checkpoint of its schedule, and before an evaluation that
@@ -99,7 +88,7 @@ class Hooks:
         """
 
     def before_save(self, step: int) -> None:
-        """Called after that, with the step, if the checkpoint is written: none is owed from here on."""
+        """Called after that, with the step, if the checkpoint is written."""
 
     def after_save(self, step: int) -> None:
         """Called when the Trainer has written a checkpoint with all its parts, before its callbacks are told."""

@@ -13,6 +13,9 @@ from ..ranks import votes
 from .batches import Layout, own_token_count, select_rows
 
 
+_LABELS = ("labels", "shift_labels")
+
+
 @dataclass(frozen=True, slots=True)
 class RowRemoval:
     """The rows that stay in a step, and what its loss is divided by without the others."""
@@ -96,14 +99,7 @@ def _count_items(
         return None, dropped.new_tensor(on_all_ranks[0])
     if not batches:
         # The Trainer sums the counts over ranks, but not where it is given nothing to count.
-        batches = [_without_labels(step.prepared[0])]
+        hidden = {name: torch.full_like(value, -100) for name, value in step.prepared[0].items() if name in _LABELS}
+        batches = [{**step.prepared[0], **hidden}]
     with engine.with_all_ranks("items without the rows that go"):
         return trainer._get_num_items_in_batch(batches, trainer.args.device), None
-
-
-def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The same batch, in which no token counts for the loss."""
-    return {
-        name: torch.full_like(value, -100) if name in ("labels", "shift_labels") else value
-        for name, value in batch.items()
-    }

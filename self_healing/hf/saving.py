@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class SaveSchedule:
         self._failsafe: Failsafe = instrument.failsafe
         self._reentry: Reentry = instrument.reentry
         self._leaving: EarlyStop = instrument.leaving
+        # Whether checkpoints of the schedule have to wait now, and whether one has waited and is written once it may.
+        self.watch: Any = SimpleNamespace(open=False, owed=False)
         # Set where a checkpoint that cannot be written does not end the run.
         self.writer: CheckpointSaving | None = None
         self.longest = 0.0
@@ -65,7 +68,7 @@ class SaveSchedule:
         except Exception as error:
             self._failsafe.contain(error)
         control, state = self._trainer.control, self._trainer.state
-        if self._hooks.owes_checkpoint() and (control.should_training_stop or not self._hooks.checkpoints_wait()):
+        if self.watch.owed and (control.should_training_stop or not self.watch.open):
             control.should_save = True
         self._best_before = state.best_metric, state.best_global_step
         self._on_schedule, self._held_back = True, False
@@ -118,9 +121,10 @@ class SaveSchedule:
                 self._hooks.verify_state()
         if self._must_wait():
             self._held_back = True
-            self._hooks.checkpoint_waits()
+            self.watch.owed = True
             return None
         if self._on_schedule:
+            self.watch.owed = False
             with self._failsafe.contained():
                 self._hooks.before_save(self._view.step)
         with self._saving():
@@ -146,7 +150,7 @@ class SaveSchedule:
         state = self._trainer.state
         vouched_for = state.best_global_step is not None and state.best_global_step == state.global_step
         at_the_end = self._trainer.control.should_training_stop
-        return self._on_schedule and self._hooks.checkpoints_wait() and not vouched_for and not at_the_end
+        return self._on_schedule and self.watch.open and not vouched_for and not at_the_end
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:

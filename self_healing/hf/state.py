@@ -364,7 +364,10 @@ class WeightSearch:
     def finds_nothing(self) -> bool:
         """Whether all weights are finite, as [`nonfinite_tensors`] has it. Waits once for each device and dtype."""
         if self._have() != self._had:
-            self._list()
+            self._modules = list(self._model.modules())
+            self._had = self._have()
+            self._tensors = [(name, each, True) for name, each in self._model.named_parameters()]
+            self._tensors += [(name, each, False) for name, each in self._model.named_buffers()]
         # Of the tensors as they are now: trained or not, and what they hold may be other memory, on another device.
         search, plain, inf = Search(), list[Tensor](), list[bool]()
         for name, tensor, parameter in self._tensors:
@@ -396,12 +399,6 @@ class WeightSearch:
             for module in self._modules
             for held in (module._parameters, module._buffers, module._modules)
         ]
-
-    def _list(self) -> None:
-        self._modules = list(self._model.modules())
-        self._had = self._have()
-        self._tensors = [(name, each, True) for name, each in self._model.named_parameters()]
-        self._tensors += [(name, each, False) for name, each in self._model.named_buffers()]
 
 
 # ---- gradients: finds the gradients of a computation while its step is judged, and discards all of them ----

@@ -167,21 +167,13 @@ class Window:
 
     # ---- its rows ----
 
-    def inputs(self, index: int) -> Any:
-        """The micro-batch as the data loader gave it."""
-        return self.calls[index][1]
-
-    def all_inputs(self) -> list[Any]:
-        """All its micro-batches as the data loader gave them."""
-        return [inputs for _, inputs, _, _ in self.calls]
-
     def shapes(self) -> list[dict[str, list[int]]]:
         """Shapes of the tensors in its micro-batches, as far as they have been computed."""
         return [
             {name: list(value.shape) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
             if isinstance(inputs, Mapping)
             else {"rows": [len(inputs)] if hasattr(inputs, "__len__") else []}
-            for inputs in self.all_inputs()
+            for _, inputs, _, _ in self.calls
         ]
 
     def layout(self, index: int) -> Layout | None:
@@ -206,7 +198,9 @@ class Window:
         """
         assert self.start is not None
         # Where nothing was computed again. The Trainer's own preparation only moves a micro-batch to the device.
-        batches = self.prepared or ({} if self.objective.online else dict(enumerate(self.all_inputs())))
+        batches = self.prepared
+        if not batches and not self.objective.online:
+            batches = {index: inputs for index, (_, inputs, _, _) in enumerate(self.calls)}
         if not batches:
             return {}
         exported: dict[str, Any] = {"step": self.step, "objective": self.objective.name}
@@ -263,7 +257,10 @@ class Window:
         ):
             for index in range(self.size):
                 if index not in computed:
-                    self._advance_without(index)
+                    if self.objective.online:
+                        # Nothing of it is trained on, but it is generated as if it were.
+                        self.engine.prepare_inputs(copy.copy(self.calls[index][1]))
+                        self._trainer._step += 1
                     losses.append(torch.zeros_like(self.losses[index]))
                     continue
                 pick, last = functools.partial(rows.select, index), index == computed[-1]
@@ -323,12 +320,6 @@ class Window:
 
         with preparing(self._trainer, note):
             return self.engine.compute((model, inputs, args, kwargs), last, self, synchronise)
-
-    def _advance_without(self, index: int) -> None:
-        """Lets a trainer that generates its own rows do so for a micro-batch nothing of which is trained on."""
-        if self.objective.online:
-            self.engine.prepare_inputs(copy.copy(self.calls[index][1]))
-            self._trainer._step += 1
 
     def discard(self) -> None:
         """Drops its gradients: it is computed again, or left out."""

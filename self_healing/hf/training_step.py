@@ -256,16 +256,15 @@ class TrainingCall:
         """Gives the loss of a micro-batch that has raised, where that stands for a NaN, on all ranks."""
         self.doubt(_doubt_about(self._replaced.original(self._trainer, "training_step")))
         nonfinite = isinstance(error, Exception) and is_nonfinite_exception(error)
-        if not self._heals_exceptions or not nonfinite or not self._is_raised_by_all(error, len(window.losses)):
+        if not self._heals_exceptions or not nonfinite:
+            return None
+        # Of several ranks, one may wait in a collective that this one never reached; weights that are NaN are so on
+        # all.
+        met = processes.world_size() == 1 or isinstance(error, NotGenerated)
+        if not met and not votes.all_reach(f"an exception in micro-batch {len(window.losses)}", _ALIKE_SECONDS):
             return None
         window.raised = True
         return torch.full((), math.nan, device=self._trainer.args.device)
-
-    def _is_raised_by_all(self, error: BaseException, micro_batch: int) -> bool:
-        """Whether no rank waits in a collective that this one never reached: weights that are NaN are so on all."""
-        if processes.world_size() == 1 or isinstance(error, NotGenerated):
-            return True
-        return votes.all_reach(f"an exception in micro-batch {micro_batch}", _ALIKE_SECONDS)
 
 
 def _doubt_about(step: Any) -> str:

@@ -54,6 +54,9 @@ class TrainerView:
             self.only_watched = "No trainable weight is in the optimizer, which may update them in hooks of its own"
         self.can_recompute = self.only_watched is None
         self.zero = Zero(engine) if engine is not None and self.can_recompute else None
+        # Whether another process can go on from copies of its tensors: those are the same whatever was computed.
+        offloads = self.zero is not None and self.zero.offloads
+        self.can_hand_over = self.can_recompute and not self.has_flat_parameters and not offloads
         # Whether all ranks take part in each call of the model: accelerate has sharded its weights (FSDP, ZeRO-3), or
         # transformers has while it loaded them.
         gathers = engine is not None and bool(engine.zero_optimization_partition_weights())
@@ -86,11 +89,6 @@ class TrainerView:
         """In `on_train_end`: whether the weights are those of the best checkpoint, and not of the last step."""
         trainer = self._trainer
         return bool(trainer.args.load_best_model_at_end) and trainer.state.best_model_checkpoint is not None
-
-    @property
-    def can_hand_over(self) -> bool:
-        """Whether another process can go on from copies of its tensors: those are the same whatever was computed."""
-        return self.can_recompute and not self.has_flat_parameters and (self.zero is None or not self.zero.offloads)
 
     def _groups(self) -> Sequence[dict[str, Any]]:
         return getattr(self._optimizer, "param_groups", [])

@@ -33,9 +33,6 @@ class Healer(Hooks):
     def read_logs(self, step: int, logs: Mapping[str, Any]) -> None:
         """Called with what the trainer has logged, by optimizer steps finished."""
 
-    def recomputed(self, incident: Incident) -> None:
-        """Called when an incident was healed by computing a step again."""
-
     def heal_interrupted_step(self, context: HealingContext) -> None:
         """Called after an `optimizer.step()` that raised and may have updated some weights and not others."""
 

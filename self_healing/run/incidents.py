@@ -53,7 +53,8 @@ class OpenIncident:
     def close(self, outcome: str) -> None:
         """Tells of it, and closes it."""
         self._take_time()
-        self._tell()
+        self._told = True
+        self._journal.dealt_with(self.incident)
         self._journal.closed(self.incident, outcome)
 
     def wait(self) -> None:
@@ -71,7 +72,8 @@ class OpenIncident:
         if not self._waits and self.incident.outcome == "open":
             self.wait()
         if not self._told:
-            self._tell()
+            self._told = True
+            self._journal.dealt_with(self.incident)
 
     def __enter__(self) -> Self:
         return self
@@ -86,10 +88,6 @@ class OpenIncident:
         elif self.incident.outcome == "open":
             self._take_time()
             self._journal.closed(self.incident, "unresolved")
-
-    def _tell(self) -> None:
-        self._told = True
-        self._journal.dealt_with(self.incident)
 
     def _take_time(self) -> None:
         if self._since is not None:
@@ -128,8 +126,7 @@ class Outcomes:
     baseline: Any = None
     awaited: list[_Awaited] = field(default_factory=list)
     # After these the run went back, and it is not known yet whether that helped: nothing new is trusted.
-    _went_back_for: set[str] = field(default_factory=set)
-    rollback_in_doubt: bool = False
+    rollback_in_doubt: set[str] = field(default_factory=set)
 
     def wait_for(self, incident: Incident) -> None:
         """Judges an incident by the healthy steps that follow it; steps that are done again do not follow it yet."""
@@ -139,7 +136,8 @@ class Outcomes:
             if _came_back(earlier.incident, incident):
                 earlier.after.clear()
         self.awaited.append(_Awaited(incident, None if self.baseline is None else self.baseline.trend()))
-        self._note_rollback(incident)
+        if Action.ROLL_BACK in incident.actions:
+            self.rollback_in_doubt.add(incident.id)
 
     def take_in(self, loss: float, step: int) -> None:
         """Takes in a healthy step, and closes the incidents that enough of them have followed."""
@@ -157,14 +155,8 @@ class Outcomes:
             if Action.ROLL_BACK in awaited.incident.actions and awaited.incident is not incident:
                 # It has come back before it could be told whether it was gone.
                 self.awaited.remove(awaited)
-                self._settled(awaited.incident)
+                self.rollback_in_doubt.discard(awaited.incident.id)
                 self._journal.closed(awaited.incident, "unresolved", relapse=incident.id)
-
-    def nothing_lost_since(self, step: int) -> None:
-        """Takes in that steps from here on which were left out have been applied after all."""
-        for awaited in self.awaited:
-            if awaited.incident.step >= step:
-                awaited.incident.steps_lost = 0
 
     def close(self, unfollowed: str | None = None) -> None:
         """Judges what is still open by the steps there were, at the end of the run or of this process's part in it."""
@@ -180,7 +172,7 @@ class Outcomes:
     def ends_with(self, incident: Incident) -> None:
         """The run ends with an incident: those before it that it has not come beyond since were not healed either."""
         self._stop_waiting_for(incident)
-        self._settled(incident)
+        self.rollback_in_doubt.discard(incident.id)
         behind = [each for each in self.awaited if incident.step <= each.incident.step]
         not_passed = [each.incident for each in behind if not each.after or _came_back(each.incident, incident)]
         in_vain = [each for each in self._journal.incidents if each.outcome in HEALED and each.is_like(incident)]
@@ -198,17 +190,8 @@ class Outcomes:
     def _stop_waiting_for(self, incident: Incident) -> None:
         self.awaited = [awaited for awaited in self.awaited if awaited.incident is not incident]
 
-    def _note_rollback(self, incident: Incident) -> None:
-        if Action.ROLL_BACK in incident.actions:
-            self._went_back_for.add(incident.id)
-            self.rollback_in_doubt = True
-
-    def _settled(self, incident: Incident) -> None:
-        self._went_back_for.discard(incident.id)
-        self.rollback_in_doubt = bool(self._went_back_for)
-
     def _close(self, awaited: _Awaited) -> None:
-        self._settled(awaited.incident)
+        self.rollback_in_doubt.discard(awaited.incident.id)
         trend = awaited.trend
         self._journal.closed(
             awaited.incident,
@@ -256,7 +239,8 @@ class Outcomes:
             incident = Incident.from_dict(entry)
             self.awaited.append(_Awaited(incident, None if trend is None else (trend[0], trend[1]), list(after)))
             self._journal.incidents.append(incident)
-            self._note_rollback(incident)
+            if Action.ROLL_BACK in incident.actions:
+                self.rollback_in_doubt.add(incident.id)
 
 
 def _came_back(earlier: Incident, later: Incident) -> bool:

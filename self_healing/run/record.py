@@ -166,7 +166,7 @@ class RunRecord:
             "time": time.time(),
             "run": self.run,
             "ending": self.ending,
-            "attempts": [asdict(attempt) for attempt in self.attempts],
+            "attempts": self.describe_attempts(),
             "incidents": self.incidents,
             "memory": self.recovery_state,
             "postmortem": self.postmortem,

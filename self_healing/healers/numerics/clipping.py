@@ -12,7 +12,6 @@ from ...config.healing_config import HealingConfig
 from ...config.schema import ConfigurationError
 from ...hf.objective import StepSignals
 from ...hf.state import Parameters, scale_gradients, tensors_of, total_gradient_norm, whole
-from ...hf.step import Window
 from ...system.files import KeepsState
 
 
@@ -185,7 +184,7 @@ class StepClipping(KeepsState):
         # In mode `"observe"` it is a statistic, and a step may be shown to it later.
         self.acts = config.zclip_mode == "clip"
         self._largest_z: float | None = None
-        self._clipped = self._would_clip = 0
+        self.clipped = self._would_clip = 0
         # A step that is done again, after an exception before its update, has the limit it had.
         self._step = -1
         self._limit: float | None = None
@@ -213,11 +212,6 @@ class StepClipping(KeepsState):
         self._would_clip += 1
         return self._limit / norm
 
-    def clip(self, window: Window, factor: float) -> None:
-        """Clips the gradient of a step."""
-        self._clipped += 1
-        window.scale_gradients(factor)
-
     def metrics(self) -> dict[str, float]:
         """
         What was seen since it was last asked for, where a step was clipped or would be: largest z, and how many steps.
@@ -226,9 +220,9 @@ class StepClipping(KeepsState):
         if self._largest_z is not None and self._would_clip:
             found = {
                 "healing/zclip_z": self._largest_z,
-                "healing/zclip_clipped": float(self._clipped),
+                "healing/zclip_clipped": float(self.clipped),
                 "healing/zclip_would_clip": float(self._would_clip),
             }
         self._largest_z = None
-        self._clipped = self._would_clip = 0
+        self.clipped = self._would_clip = 0
         return found

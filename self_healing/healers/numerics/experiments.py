@@ -56,16 +56,17 @@ class StepExperiments:
         return self._probe(self.window.size - 1, lambda: self._engine.prepare_inputs(copy.copy(inputs)))
 
     def _probe(self, index: int, rows: Callable[[], Any]) -> bool:
-        return self.window.until_it_fits(lambda: self._probe_once(index, rows()))
-
-    def _probe_once(self, index: int, batch: Any) -> bool:
-        self.window.rewind()
-        try:
-            loss = self.window.compute_micro_batch(index, lambda _: batch, last=True, synchronise=False)
-            # In this order: where tensors of a layer are spread over ranks, all of them have to ask about gradients.
-            return self._gradients_are_finite() and math.isfinite(float(loss))
-        finally:
+        def compute() -> bool:
+            batch = rows()
             self.window.rewind()
+            try:
+                loss = self.window.compute_micro_batch(index, lambda _: batch, last=True, synchronise=False)
+                # In this order: where a layer's tensors are spread over ranks, all of them ask about gradients.
+                return self._gradients_are_finite() and math.isfinite(float(loss))
+            finally:
+                self.window.rewind()
+
+        return self.window.until_it_fits(compute)
 
     def _gradients_are_finite(self) -> bool:
         """Whether they are on all ranks; where a GradScaler looks after them, they count as finite."""

@@ -72,10 +72,6 @@ class NumericsHealer:
         """Whether anything is done about a step that is not finite."""
         return self.config.on_nonfinite != "warn" and self.run.instrument.view.can_recompute
 
-    def on_any_rank(self, question: str, flag: bool) -> bool:
-        """Whether something is so on any rank. Every rank has to come."""
-        return votes.any_rank(question, flag, self.run.instrument.view.device)
-
     def ranks_where(self, question: str, flag: bool) -> dict[str, list[int]]:
         """Evidence of the ranks on which something is so; none on one process. Every rank has to come."""
         if processes.world_size() == 1:
@@ -98,7 +94,8 @@ class NumericsHealer:
         if factor < 1 and clipping.acts and self.run.instrument.view.can_recompute:
             # A gradient that is clipped on some ranks and not on others makes other weights of each.
             with self.run.instrument.failsafe.together():
-                clipping.clip(window, factor)
+                clipping.clipped += 1
+                window.scale_gradients(factor)
 
     def incident(self, step: int, symptom: str, evidence: Mapping[str, Any], severity: Any = None) -> OpenIncident:
         """Opens an incident of this family ([`Run.incident`]): what is seen in a step, by all ranks alike."""

@@ -49,6 +49,7 @@ class StepJudge(Healer):
 
     def attach(self, first: bool) -> None:
         self.run.instrument.rates.control = self.numerics.learning_rate
+        self.run.instrument.saves.watch = self.numerics.watch
 
     def judge(self, window: Window) -> None:
         """Judges one step. It is left as it is, healed in place, or left out; or the run ends."""
@@ -193,27 +194,12 @@ class StepJudge(Healer):
             found["healing/lr_scale"] = rate.scale(self.run.step)
         return found | clipping.metrics() if training and clipping is not None else found
 
-    def checkpoints_wait(self) -> bool:
-        return self.numerics.watch.open
-
-    def owes_checkpoint(self) -> bool:
-        return self.numerics.watch.owed
-
-    def checkpoint_waits(self) -> None:
-        self.numerics.watch.owed = True
-
-    def before_save(self, step: int) -> None:
-        self.numerics.watch.owed = False
-
     def verify_state(self) -> None:
         """
         Right before a checkpoint is written, or rows are generated for an evaluation: searches the state for NaN and
         Inf that no loss has shown, and heals what it finds, so that the checkpoint can be trusted.
         """
         self.memory.contain(self.corrupted_state.verify_state, None)
-
-    def recomputed(self, incident: Incident) -> None:
-        self.numerics.repeatability.owe(incident)
 
     def heal_interrupted_step(self, context: HealingContext) -> None:
         """
@@ -223,7 +209,6 @@ class StepJudge(Healer):
         self.memory.contain(lambda: self.corrupted_state.heal_interrupted_step(context), context.window, unsound=True)
 
     def read_logs(self, step: int, logs: Mapping[str, Any]) -> None:
-        """Holds a log against the metric rules. A rule that ends the run does so before the next step is applied."""
         self.red_flags.read_logs(step, logs)
 
     def last_step_taken(self) -> None:

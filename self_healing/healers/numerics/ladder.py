@@ -94,10 +94,6 @@ class StepLimits(KeepsState):
         self.recent: deque[tuple[bool, int, int]] = deque(maxlen=SKIP_WINDOW)
         self.spike_skips: deque[int] = deque(maxlen=MAX_SPIKE_SKIPS)
 
-    def may_skip_spike(self, step: int) -> bool:
-        """Whether one more step may be left out for a spike."""
-        return sum(skip > step - SKIP_WINDOW for skip in self.spike_skips) < MAX_SPIKE_SKIPS
-
     def note(self, skipped: bool, explained: bool, rows: int = 0, dropped: int = 0) -> str:
         """Takes in how a step ended; says which limit it has exceeded, if any."""
         config = self.config

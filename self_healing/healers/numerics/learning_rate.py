@@ -117,7 +117,10 @@ class LearningRateControl(KeepsState):
         return trial._level
 
     def _cut(self, step: int, blamed: int) -> None:
-        self._settle(blamed)
+        if blamed - self._changed_at >= max(self.hold + self.ramp, REFUND_STEPS):
+            # The ramp has come to its end; back at the schedule's rate, earlier reductions are forgotten.
+            self._level = self._ceiling
+            self.reductions = 0 if self._level == 1.0 else self.reductions
         now, held = self._scale(blamed), blamed - self._changed_at < self.hold
         if self.reductions == 0:
             self._level, self._ceiling, self._exponent = now * self.config.lr_reduce_factor, now, 1
@@ -141,13 +144,6 @@ class LearningRateControl(KeepsState):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.touched = self.reductions > 0 or self._level != 1.0 or self._warm_from is not None
-
-    def _settle(self, step: int) -> None:
-        """Takes in that a ramp has come to its end; back at the schedule's rate, earlier reductions are forgotten."""
-        if step - self._changed_at >= max(self.hold + self.ramp, REFUND_STEPS):
-            self._level = self._ceiling
-            if self._level == 1.0:
-                self.reductions = 0
 
 
 # ---- rate trial: which learning rate would a run that failed in its first steps have learned with? ----

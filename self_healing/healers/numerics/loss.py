@@ -18,7 +18,7 @@ from ...run.incidents import Diagnosis, OpenIncident
 from ...run.run import Run
 from .diagnosis import diagnose_rise, diagnose_stillness
 from .healer import NumericsHealer, keep_batch
-from .ladder import UNHARMED
+from .ladder import MAX_SPIKE_SKIPS, SKIP_WINDOW, UNHARMED
 
 
 logger = logging.getLogger("self_healing")
@@ -238,11 +238,12 @@ class SpikeHealer(NumericsHealer):
         self, opened: OpenIncident, window: Window, symptom: Symptom, again: StepSignals, failure: FailureType
     ) -> None:
         usual, limits = self.numerics.panel.gradient_level, self.numerics.limits
+        skipped = sum(skip > symptom.step - SKIP_WINDOW for skip in limits.spike_skips)
         holds = {
             Given.NOT_FINITE_AGAIN: not again.finite,
             Given.LOSS_USUAL: symptom.name == "gradient_spike",
             Given.NORM_KNOWN: usual is not None,
-            Given.SKIPS_LEFT: limits.may_skip_spike(symptom.step),
+            Given.SKIPS_LEFT: skipped < MAX_SPIKE_SKIPS,
         }
         actions = self.numerics.ladder.next(failure, {given for given, so in holds.items() if so}).actions
         context = HealingContext(opened.incident, self.run.instrument, window, clip_to=usual)

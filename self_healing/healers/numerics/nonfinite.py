@@ -140,7 +140,9 @@ class CorruptedStateHealer(NumericsHealer):
         """Goes back from a state that is not finite, which no loss has shown yet: a row of an embedding, a mean."""
         instrument = self.run.instrument
         found = instrument.view.nonfinite_tensors()
-        if self.config.on_nonfinite != "heal" or not self.on_any_rank("the state is not finite", bool(found)):
+        if self.config.on_nonfinite != "heal" or not votes.any_rank(
+            "the state is not finite", bool(found), instrument.view.device
+        ):
             return
         with self._open(window.step, found[:20] or tensors, found) as opened:
             self.climb.take_rung(HealingContext(opened.incident, instrument, window), FailureType.CORRUPTED_STATE)
@@ -152,13 +154,15 @@ class CorruptedStateHealer(NumericsHealer):
         if self.config.on_nonfinite != "heal" or not instrument.view.can_recompute or window is None:
             return
         found = instrument.view.nonfinite_tensors()
-        if not self.on_any_rank("the state at the end is not finite", bool(found)):
+        if not votes.any_rank("the state at the end is not finite", bool(found), instrument.view.device):
             return
         best = instrument.trainer.state.best_model_checkpoint if instrument.view.best_model_loaded else None
         with self._open(step, found[:20], found) as opened:
             incident = opened.incident
             in_weights = any(not name.startswith("optimizer:") for name in found)
-            if best is not None and not self.on_any_rank("the best model is not finite", in_weights):
+            if best is not None and not votes.any_rank(
+                "the best model is not finite", in_weights, instrument.view.device
+            ):
                 self._report(
                     opened,
                     f"The best model ({best}) is loaded, and finite: nothing was changed. A checkpoint that was "
@@ -192,7 +196,7 @@ class CorruptedStateHealer(NumericsHealer):
             # The engine holds the optimizer's state, and parts of the weights, where they cannot be looked at.
             return
         found = instrument.view.nonfinite_tensors()
-        finite = not self.on_any_rank("the state to be saved is not finite", bool(found))
+        finite = not votes.any_rank("the state to be saved is not finite", bool(found), instrument.view.device)
         # Or nothing could be done about it at the save before this one.
         if not finite and not self._told_of_state:
             with self._open(instrument.view.step, found[:20], found) as opened:

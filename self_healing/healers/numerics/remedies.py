@@ -141,7 +141,10 @@ class NumericsRemedies:
         context.incident.steps_lost = 0
         context.incident.figures.append(f"{replayed.steps} steps since then applied again")
         numerics.repeatability.owe(context.incident, replayed.apart)
-        self._run.outcomes.nothing_lost_since(context.went_back.step)
+        for awaited in self._run.outcomes.awaited:
+            if awaited.incident.step >= context.went_back.step:
+                # Left out then, and applied after all.
+                awaited.incident.steps_lost = 0
         return replayed.to_dict()
 
     def _reduce_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:

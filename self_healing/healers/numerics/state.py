@@ -99,7 +99,7 @@ class NumericsState:
 
     def look_ahead(self) -> None:
         """After a step with nothing wrong: which of the next may wait. None, while any of them may be acted on."""
-        doubt = self.watch.incident is not None or self.outcomes.rollback_in_doubt
+        doubt = self.watch.incident is not None or bool(self.outcomes.rollback_in_doubt)
         self.settled = not doubt and not self.panel.divergence.suspicious
         if self.settled and (self.clipping is None or not self.clipping.acts):
             self.bounds = bounds_of(self.panel)
@@ -305,7 +305,7 @@ class LossWatch:
     @property
     def open(self) -> bool:
         """Whether the loss is away from its baseline, or it is not known yet whether it is back."""
-        return self.incident is not None or self._outcomes.rollback_in_doubt
+        return self.incident is not None or bool(self._outcomes.rollback_in_doubt)
 
     def begin(self, symptom: Symptom) -> Incident | None:
         """Opens the incident, or takes in that a spike has widened into a divergence; `None` if that is known."""

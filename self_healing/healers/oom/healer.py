@@ -398,7 +398,7 @@ class MemoryHealer(Healer):
                 self._passed.append(self._context.incident.step)
                 if self._context.window is not None and processes.world_size() == 1:
                     # Of several ranks the others know nothing of it, and what follows takes all of them.
-                    self.run.healers.recomputed(self._context.incident)
+                    self.run.numerics.repeatability.owe(self._context.incident)
             shape, pieces, figures = self._context.shape, self._sizes.pieces, self._context.incident.figures
             if shape is not None:
                 self.run.news.tell("sizes", self._state.content)
