@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -208,6 +209,10 @@ class FiniteLogits(LogitsProcessor):
     def check(self) -> None:
         if self._largest and not bool(torch.cat(self._largest).isfinite().all()):
             raise FloatingPointError("the logits that rows were to be generated from are not finite")
+
+
+# transformers (5.23) asks for it with each token: made once.
+vars(FiniteLogits)["__call__"].__signature__ = inspect.signature(FiniteLogits.__call__)
 
 
 class TrainingCall:

@@ -123,7 +123,7 @@ class Run:
         self, step: int, symptom: str, evidence: Mapping[str, Any], severity: Severity | None = None
     ) -> OpenIncident:
         """Opens an incident, for the `with` block that deals with it."""
-        return self.dealing_with(self.journal.open(step, symptom, evidence, severity))
+        return OpenIncident(self.journal, self.outcomes, self.journal.open(step, symptom, evidence, severity))
 
     def dealing_with(self, incident: Incident) -> OpenIncident:
         """Goes on with an incident that was opened before."""

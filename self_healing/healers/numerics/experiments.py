@@ -244,7 +244,7 @@ def watching_outputs(models: Mapping[str, torch.nn.Module]) -> Iterator[list[Ori
     found: list[Origin] = []
 
     def hook(name: str, module: torch.nn.Module) -> Any:
-        return module.register_forward_hook(_note(name, found), with_kwargs=True)
+        return module.register_forward_hook(functools.partial(_note, name, found), with_kwargs=True)
 
     with _hooked(models, hook):
         yield found
@@ -257,7 +257,8 @@ def watching_gradients(models: Mapping[str, torch.nn.Module]) -> Iterator[list[O
 
     def hook(name: str, module: torch.nn.Module) -> Any:
         innermost = next(module.children(), None) is None
-        return module.register_full_backward_hook(_note_gradient(name, found)) if innermost else None
+        note = functools.partial(_note_gradient, name, found)
+        return module.register_full_backward_hook(note) if innermost else None
 
     with _hooked(models, hook):
         yield found
@@ -285,46 +286,32 @@ def _hooked(models: Mapping[str, torch.nn.Module], register: Callable[[str, torc
                 hook.remove()
 
 
-def _note_gradient(name: str, found: list[Origin]) -> Callable[..., None]:
-    def note(module: torch.nn.Module, to_inputs: Any, of_outputs: Any) -> None:
-        if found:
-            return
-        received = any(not _is_finite(each) for each in _floats(of_outputs))
-        if not received and all(_is_finite(each) for each in _floats(to_inputs)):
-            return
-        place = "between the loss and the output of" if received else "in the backward of"
-        details = {
-            "backward_module": name or type(module).__name__,
-            "backward_class": type(module).__name__,
-            "backward_place": place,
-        }
-        found.append(Origin("gradient", (), details))
-
-    return note
+def _note_gradient(name: str, found: list[Origin], module: torch.nn.Module, to_inputs: Any, of_outputs: Any) -> None:
+    if found:
+        return
+    received = any(not _is_finite(each) for each in _floats(of_outputs))
+    if not received and all(_is_finite(each) for each in _floats(to_inputs)):
+        return
+    place = "between the loss and the output of" if received else "in the backward of"
+    kind = type(module).__name__
+    details = {"backward_module": name or kind, "backward_class": kind, "backward_place": place}
+    found.append(Origin("gradient", (), details))
 
 
-def _note(name: str, found: list[Origin]) -> Callable[..., None]:
-    def note(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        # Only the first matters, and each look waits for the device.
-        bad = None if found else next((each for each in _floats(output) if _is_bad(each)), None)
-        if bad is None:
-            return
-        inputs = list(_floats((args, kwargs)))
-        finite = not any(_is_bad(each) for each in inputs)
-        found.append(
-            Origin(
-                "module",
-                (name or type(module).__name__,),
-                {
-                    "module_class": type(module).__name__,
-                    "output_dtype": str(bad.dtype),
-                    "inputs_finite": finite,
-                    "largest_input": _largest(inputs) if finite else None,
-                },
-            )
-        )
-
-    return note
+def _note(name: str, found: list[Origin], module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    # Only the first matters, and each look waits for the device.
+    bad = None if found else next((each for each in _floats(output) if _is_bad(each)), None)
+    if bad is None:
+        return
+    inputs, kind = list(_floats((args, kwargs))), type(module).__name__
+    finite = not any(_is_bad(each) for each in inputs)
+    details = {
+        "module_class": kind,
+        "output_dtype": str(bad.dtype),
+        "inputs_finite": finite,
+        "largest_input": _largest(inputs) if finite else None,
+    }
+    found.append(Origin("module", (name or kind,), details))
 
 
 def nonfinite_in(batch: Any) -> list[str]:

@@ -195,17 +195,9 @@ class StepJudge(Healer):
         return found | clipping.metrics() if training and clipping is not None else found
 
     def verify_state(self) -> None:
-        """
-        Right before a checkpoint is written, or rows are generated for an evaluation: searches the state for NaN and
-        Inf that no loss has shown, and heals what it finds, so that the checkpoint can be trusted.
-        """
         self.memory.contain(self.corrupted_state.verify_state, None)
 
     def heal_interrupted_step(self, context: HealingContext) -> None:
-        """
-        After an `optimizer.step()` that raised and may have updated some weights and not others: back to the newest
-        trusted state, with the steps since then applied again if that can be done; this step is computed again, too.
-        """
         self.memory.contain(lambda: self.corrupted_state.heal_interrupted_step(context), context.window, unsound=True)
 
     def read_logs(self, step: int, logs: Mapping[str, Any]) -> None:
