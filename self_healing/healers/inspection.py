@@ -92,7 +92,7 @@ def check_data_quality(
             scan.look(row, content)
     finally:
         states.restore()
-    return Inspection(_errors_first(scan.findings()), scan.looked_at, "rows")
+    return Inspection(scan.findings(), scan.looked_at, "rows")
 
 
 @dataclass(slots=True)
@@ -149,11 +149,12 @@ class _DataScan:
     def findings(self) -> list[Finding]:
         if len(self.rows["duplicates"]) < _DUPLICATES_WORTH_SAYING * self.looked_at:
             self.rows["duplicates"].clear()
-        return [
+        found = [
             _finding(kind, sorted(rows), self.looked_at, "rows", list(self.details[kind]))
             for kind, rows in self.rows.items()
             if rows
         ]
+        return sorted(found, key=lambda finding: finding.severity != "error")
 
 
 def _is_empty(columns: Mapping[str, Any]) -> bool:
@@ -415,7 +416,6 @@ class Inspection:
         return not self.findings
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts it to types that JSON has."""
         return {"clean": self.clean, **asdict(self)}
 
     def __str__(self) -> str:
@@ -488,10 +488,6 @@ def _listed(examples: Sequence[object]) -> str:
     return named if len(examples) <= EXAMPLES else f"{named} and {len(examples) - EXAMPLES:,} more"
 
 
-def _errors_first(findings: Iterable[Finding]) -> list[Finding]:
-    return sorted(findings, key=lambda finding: finding.severity != "error")
-
-
 # ---- model: checks of a model's weights before the first step ----
 
 
@@ -540,7 +536,7 @@ def check_model_init(model: torch.nn.Module) -> Inspection:
         for kind, found in names.items()
         if found
     ]
-    return Inspection(_errors_first(findings), total, "tensors")
+    return Inspection(sorted(findings, key=lambda finding: finding.severity != "error"), total, "tensors")
 
 
 @dataclass(frozen=True, slots=True)

@@ -337,7 +337,7 @@ def end_run(run: Run, instrument: Instrument, step: int) -> None:
     view = instrument.view
     # Where steps are healed they have been looked at; where DeepSpeed's are watched, not all are on this rank.
     looked_at = run.config.on_nonfinite == "heal" if view.can_recompute else view.under_deepspeed
-    weights = [] if looked_at else view.nonfinite_weights()[:5]
+    weights = [] if looked_at else view.nonfinite_tensors(of_optimizer=False)[:5]
     run.journal.event(
         "run_ended",
         step,

@@ -89,7 +89,6 @@ class Instrument:
 
     @property
     def attached(self) -> bool:
-        """Whether the methods of the trainer are wrapped."""
         return bool(self.replaced.held)
 
     @property
@@ -137,7 +136,6 @@ class Instrument:
         self.position.watch()
 
     def detach(self) -> None:
-        """Gives the trainer back as it was."""
         undoing, self.on_detach = self.on_detach, []
         own = (
             self._give_filter_back,

@@ -77,7 +77,6 @@ class DataPosition:
         self._given_from = self.micro_batches
 
     def at_epoch_end(self) -> bool:
-        """Whether the epoch has no micro-batch left."""
         length = self._length()
         return length is not None and self.micro_batches >= length
 

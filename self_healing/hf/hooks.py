@@ -136,7 +136,6 @@ class Failsafe:
 
     @property
     def attached(self) -> bool:
-        """Whether the methods of the trainer are wrapped."""
         return bool(self._replaced.held)
 
     @property

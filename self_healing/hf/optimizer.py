@@ -53,7 +53,6 @@ class OptimizerStep:
             self._handles.append(self.optimizer.register_step_post_hook(self._ends))
 
     def detach(self) -> None:
-        """Gives the optimizer back as it was."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

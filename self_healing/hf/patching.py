@@ -62,7 +62,6 @@ class Replacements:
         self.give_back()
 
     def put(self, holder: Any, name: str, replacement: Any) -> None:
-        """Sets an attribute until [`give_back`]."""
         self.held.append(_Replaced(holder, name, getattr(holder, name), replacement, name in vars(holder)))
         setattr(holder, name, replacement)
 

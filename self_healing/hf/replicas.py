@@ -114,7 +114,6 @@ def factors_of(kept: Sequence[tuple[str, Group]], rank: int) -> torch.Tensor:
 
 
 def digest_of(sums: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Makes a digest of the weights of a rank."""
     # Each bit of a sum, the uppermost too, has to reach many of the digest: some numbers of ranks are even.
     for odd in _SPREAD:
         sums = sums * _signed(odd)

@@ -41,7 +41,6 @@ class RowRemoval:
         return cls(rows, layouts, items, dropped, left, stand_in)
 
     def emptied(self, index: int) -> bool:
-        """Whether a micro-batch keeps no row."""
         return index in self.rows and not self.rows[index]
 
     def computed(self, size: int) -> list[int]:

@@ -100,7 +100,6 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """[`enter`] and [`leave`] around a block."""
         self.enter(name)
         try:
             yield

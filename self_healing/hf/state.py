@@ -318,7 +318,6 @@ class Search:
 
     @torch.no_grad()
     def add(self, name: str, value: torch.Tensor | float, inf: bool) -> None:
-        """Adds a value to the search."""
         self._names[name] = inf or self._names.get(name, False)
         if not isinstance(value, torch.Tensor):
             self._note(name, value)
@@ -494,7 +493,6 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 def fsdp2_modules(model: torch.nn.Module) -> list[Any]:
-    """Lists the modules that FSDP2 shards."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -518,7 +516,6 @@ def total_gradient_norm(parameters: Parameters) -> Tensor:
 
 @torch.no_grad()
 def scale_gradients(parameters: Parameters, factor: float) -> None:
-    """Multiplies all gradients by a number, in place."""
     if not 0 <= factor < math.inf:
         raise ValueError(f"Gradients cannot be scaled by {factor}. Please give a finite factor that is at least 0.")
     if factor == 1:

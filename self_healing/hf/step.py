@@ -362,7 +362,6 @@ class Window:
         self._set_running_loss(self.losses)
 
     def scale_gradients(self, factor: float, always: bool = True) -> None:
-        """Multiplies all gradients by a factor."""
         self.engine.scale_gradients(factor)
         if always:
             self._scaled_by *= factor

@@ -406,7 +406,6 @@ class Pending:
         return self.events or self.evaluation or self.stop
 
     def deliver(self, trainer: Any, started_at: float, tell: Any) -> None:
-        """Does it, in the Trainer's order."""
         # An evaluation may have been left, or the model just loaded: TRL logs the metrics of the mode that it is in.
         trainer.model.train()
         control = trainer.control

@@ -168,19 +168,16 @@ class TrainerView:
         """The tensors that training changes, as they are now."""
         return live_state_of(self._trainer)
 
-    def nonfinite_tensors(self) -> list[str]:
-        """Names parameters, buffers and optimizer states that hold NaN or Inf."""
-        return self.nonfinite_weights(self._optimizer)
-
-    def nonfinite_weights(self, optimizer: Any = None) -> list[str]:
-        """Names parameters and buffers that do."""
+    def nonfinite_tensors(self, of_optimizer: bool = True) -> list[str]:
+        """Names parameters and buffers that hold NaN or Inf, and states of the optimizer."""
+        optimizer = self._optimizer if of_optimizer else None
         partitions = None if self.zero is None else self.zero.partitions()
         return retry_after_freeing(lambda: nonfinite_tensors(self._trainer.model, optimizer, partitions), self.device)
 
     def weights_are_finite(self) -> bool:
         """Whether no parameter or buffer does, looked at often."""
         if self.zero is not None:
-            return not self.nonfinite_weights()
+            return not self.nonfinite_tensors(of_optimizer=False)
         return retry_after_freeing(self._weights.finds_nothing, self.device)
 
     def own_part_of(self, tensors: Sequence[str]) -> list[str]:

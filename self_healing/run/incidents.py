@@ -38,11 +38,9 @@ class OpenIncident:
     _told: bool = False
 
     def diagnosed(self, failure: FailureType, cause: str, evidence: Mapping[str, Any] | None = None) -> None:
-        """Records what it is."""
         self._journal.diagnosed(self.incident, failure, cause, {} if evidence is None else evidence)
 
     def acted(self, action: Action, **result: Any) -> None:
-        """Records one action."""
         self._journal.acted(self.incident, action.value, **result)
 
     def stop_clock(self) -> None:

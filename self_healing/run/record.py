@@ -180,7 +180,6 @@ class RunRecord:
             logger.warning(text, path, error)
 
     def describe_attempts(self) -> list[dict[str, Any]]:
-        """All attempts as JSON."""
         return [asdict(attempt) for attempt in self.attempts]
 
 

@@ -84,11 +84,9 @@ class Run:
     _parts: dict[type, Any] = field(default_factory=dict)
 
     def add(self, *parts: Any) -> None:
-        """Adds parts that last as long as the run."""
         self._parts.update({type(part): part for part in parts})
 
     def part(self, kind: type[Part]) -> Part:
-        """Gives the part of a class."""
         found: Part = self._parts[kind]
         return found
 

@@ -40,7 +40,6 @@ _BEHIND_THE_PLACE = {
 
 
 def diagnose(window: Window, instrument: Instrument, healthy_inputs: Any) -> Diagnosis:
-    """Finds out why a step is not finite."""
     window.recompute()
     if window.signals().finite:
         return Diagnosis(FailureType.NONFINITE_TRANSIENT, Cause.TRANSIENT, {"reexecutions": 1})

@@ -64,7 +64,6 @@ class NumericsHealer:
 
     @property
     def args(self) -> Any:
-        """Arguments of the trainer."""
         return self.run.instrument.trainer.args
 
     @property

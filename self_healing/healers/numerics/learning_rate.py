@@ -80,7 +80,6 @@ class LearningRateControl(KeepsState):
 
     @property
     def exhausted(self) -> bool:
-        """Whether no further reduction is allowed."""
         return self.reductions >= self.config.max_lr_reductions
 
     def scale(self, step: int) -> float:
@@ -99,7 +98,6 @@ class LearningRateControl(KeepsState):
         return self._level + (self._ceiling - self._level) * min(ramped / self.ramp, 1.0)
 
     def reduce(self, step: int, to: float | None = None, blamed: int | None = None) -> float:
-        """Cuts the rate after a failure at a step."""
         self._cut(step, step if blamed is None else blamed)
         if to is not None:
             while self._level > to and not self.exhausted:

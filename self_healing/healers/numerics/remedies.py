@@ -24,7 +24,6 @@ class NumericsRemedies:
         self._rollback = run.rollback
 
     def table(self) -> dict[Action, CarryOut]:
-        """The actions, and what does each."""
         return {
             Action.USE_REEXECUTED_STEP: self._use_reexecuted_step,
             Action.DROP_ROWS: self._drop_rows,

@@ -259,7 +259,6 @@ class SkippedSteps(KeepsState):
         return step - self.count
 
     def left_out(self, step: int) -> None:
-        """A step is not applied."""
         if step > self._newest:
             self.count += 1
             self._newest = step
@@ -355,7 +354,6 @@ class LossWatch:
             self.close("self_recovered")
 
     def close(self, outcome: str, **evidence: Any) -> None:
-        """Tells what has become of it."""
         assert self.incident is not None
         self.journal.closed(self.incident, outcome, **evidence)
         self.incident = None

@@ -111,7 +111,6 @@ class MetricRule:
         return " and ".join(map(str, self.red_flag))
 
     def matches(self, metric: str) -> bool:
-        """Whether it watches this metric."""
         if metric.startswith("eval_") and not self.metric.startswith("eval_"):
             return False
         return metric == self.metric or fnmatchcase(metric, self.metric)
