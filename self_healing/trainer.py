@@ -248,8 +248,7 @@ class SelfHealingTrainer:
         callback.off = True
         try:
             resume_from = resumed_without_healing(self.config, self.trainer.args, requested)
-            output: TrainOutput = self.trainer.train(resume_from_checkpoint=resume_from, **kwargs)
-            return output
+            return self._enter(resume_from_checkpoint=resume_from, **kwargs)
         finally:
             callback.off = False
 
@@ -291,8 +290,7 @@ class SelfHealingTrainer:
                 if memory is not None and memory.checkpoint == resume_from:
                     loading = memory.loading(self.trainer, partial(note_memory_start, run.journal))
                 with entry_hooks_removed_on_exception(self.trainer), loading:
-                    output: TrainOutput = self.trainer.train(resume_from_checkpoint=resume_from, **kwargs)
-                    return output
+                    return self._enter(resume_from_checkpoint=resume_from, **kwargs)
             except StateUnusable as error:
                 resume_from = self._start_from_disk(run, error)
                 entry_rng.restore()
@@ -331,6 +329,10 @@ class SelfHealingTrainer:
         have_engine_made_again(self.trainer)
         go_on_from_disk(run, checkpoint, error)
         return checkpoint
+
+    def _enter(self, **kwargs: Any) -> TrainOutput:
+        output: TrainOutput = self.trainer.train(**kwargs)
+        return output
 
     def _let_go(self, run: Run) -> None:
         """The trainer is itself again, and nothing holds on to the failed step."""

@@ -186,7 +186,6 @@ class Instrument:
         for name in ("_evaluate", "_run_epoch", "_finalize_training"):
             self.replace(self.trainer, name, within)
 
-
     # ---- the wrapped methods, in the order a step calls them ----
 
     def _on_epoch_begin(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -56,7 +56,7 @@ class NonfiniteHealer(NumericsHealer):
             diagnosis = diagnose(window, self.run.instrument, self.rollback.batches.healthy_inputs)
         else:
             asked_for: dict[str, Any] = {"on_nonfinite": self.config.on_nonfinite}
-            if (watched := self.instrument.view.only_watched) is not None:
+            if (watched := self.run.instrument.view.only_watched) is not None:
                 asked_for["remedy"] = f"{watched}: steps are not healed. Go back to a checkpoint from before this one."
             diagnosis = Diagnosis(FailureType.NONFINITE_UNDIAGNOSED, Cause.NOT_LOOKED_FOR, asked_for)
         if diagnosis.failure is FailureType.CORRUPTED_STATE:

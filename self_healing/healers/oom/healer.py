@@ -153,10 +153,6 @@ _OFTEN, _LATELY = 3, 50
 class MemoryHealer(Healer):
     """Heals the out-of-memory errors of one `train()` call."""
 
-    # Of the trainer that trains.
-    _instrument: Instrument
-    _args: Any
-
     def __init__(self, run: Run) -> None:
         self.run = run
         self.config = run.config
@@ -187,7 +183,6 @@ class MemoryHealer(Healer):
     def attach(self, first: bool) -> None:
         """Called with the instrument attached: what earlier processes and entries learned is put to use."""
         instrument, sizes = self.run.instrument, self._sizes
-        self._instrument, self._args = instrument, instrument.trainer.args
         if self.config.on_oom == "raise" or not instrument.view.can_recompute:
             return
         instrument.retry.heals = True
@@ -586,6 +581,15 @@ class MemoryHealer(Healer):
         self._context, self._attempts, self._stepping = None, 0, False
         self._failed.clear()
         return opened
+
+    @property
+    def _instrument(self) -> Instrument:
+        # Not kept: a run that is over keeps no trainer.
+        return self.run.instrument
+
+    @property
+    def _args(self) -> Any:
+        return self._instrument.trainer.args
 
 
 class MemoryOutsideOfModel:
