@@ -257,7 +257,7 @@ class Ours:
         self.rises = 0
 
     def observe(self, signals: StepSignals) -> bool:
-        if self.nonfinite.judge(signals) is not None:
+        if self.nonfinite.observe(signals) is not None:
             return True
         alarm = self.panel.alarming(signals)
         self.panel.remember_spike(signals)

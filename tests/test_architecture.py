@@ -214,7 +214,7 @@ def test_the_page_points_at_what_exists() -> None:
 # What asks the ranks something, or names the vote at the end of a block.
 ASKS = frozenset(
     {"any_rank", "all_ranks", "sum_over_ranks", "largest", "smallest", "from_first_rank", "wait_for_all_ranks"}
-    | {"on_any_rank", "together", "alike", "with_all_ranks", "among_ranks"}
+    | {"together", "alike", "with_all_ranks"}
 )
 
 

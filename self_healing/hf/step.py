@@ -2,7 +2,8 @@
 One optimizer step: its signals, its rows, computed again, kept for later, or left out.
 
 `hf/adapter.py` fills it, `healers/numerics/judge.py` reads its signals, `diagnosis.py` there computes it again, as a
-whole or some rows of it, `remedies.py` ends with [`Window.accept`] or [`Window.skip`].
+whole, then some rows of it, then once more as a whole. `remedies.py` ends with [`Window.accept`] or [`Window.skip`],
+or the step is applied as it is.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Window:
         # What its first forward started from, and when that began.
         self.start: Bookkeeping | None = None
         self.began = time.perf_counter()
-        # The calls of `training_step`, to be made again, what they gave, and what they have added to the Trainer's
-        # count of tokens by themselves.
+        # The calls of `training_step`, to be made again (with a shallow copy of each batch), what they gave, and what
+        # they have added to the Trainer's count of tokens by themselves.
         self.calls: list[Call] = []
         self.losses: list[torch.Tensor] = []
         self.tokens_inside = 0
@@ -85,7 +86,7 @@ class Window:
         self._position = position
         # The rows a trainer has generated for the first call, and the bookkeeping as of then.
         self.generated: tuple[Any, Bookkeeping] | None = None
-        # Whether one of the calls has ended in an exception that stands for a NaN.
+        # Whether one of the calls has ended in an exception that stands for a NaN, which it then has as its loss.
         self.raised = False
         self.ledger = ledger
         self.judged = False
@@ -222,7 +223,7 @@ class Window:
         self.until_it_fits(functools.partial(self._recompute, keep))
 
     def recompute_with_retry(self, keep: Mapping[int, Sequence[int]] | None = None) -> StepSignals:
-        """[`recompute`], and once more if that is not finite: a fault that passes may have struck just then."""
+        """[`recompute`] for a remedy, twice if it is not finite: a fault that passes may have struck just then."""
         self.recompute(keep)
         signals = self.signals()
         if signals.finite:
@@ -231,7 +232,10 @@ class Window:
         return self.signals()
 
     def until_it_fits(self, compute: Callable[[], _T]) -> _T:
-        """[`OomRetry.until_it_fits`], for a computation that begins with [`rewind`]."""
+        """
+        Runs what begins with [`rewind`], on one process until it fits: memory is freed, and `TrainingCall.passes` may
+        split it.
+        """
         result: _T = self.engine.retry.until_it_fits(compute, self.discard)
         return result
 
@@ -249,6 +253,7 @@ class Window:
 
     def _compute_without_rows(self, rows: RowRemoval) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
+        # On several ranks all: one without a row is computed with a stand-in of another rank, and counts as zero.
         computed = rows.computed(self.size)
         uneven = self.engine.view.world_size > 1
         with (
@@ -274,7 +279,10 @@ class Window:
         return losses
 
     def recompute_to_last_call(self, tokens: int) -> tuple[torch.Tensor, int]:
-        """Computes the step again up to and including the call that was made last, which has failed."""
+        """
+        Computes the step again up to and including the call that was made last: that ran out of memory, or it is seen
+        whether it repeats.
+        """
         state, generated = self._trainer.state, self.generated
         assert self.start is not None
         of_generation = 0 if generated is None else generated[1].tokens_seen - self.start.tokens_seen
@@ -327,7 +335,10 @@ class Window:
         self.engine.discard()
 
     def rewind(self, to: Bookkeeping | None = None) -> None:
-        """Brings the trainer to where the step began, or to a later moment of it; its gradients are gone."""
+        """
+        Brings random state, buffers and counts to where the step began, or to a later moment of it. Its gradients are
+        gone; the running loss stays.
+        """
         assert self.start is not None
         to = to or self.start
         self.discard()
@@ -369,7 +380,7 @@ class Window:
     def skip(self, substitute_loss: float | None, keep_buffers: bool = False) -> None:
         """
         Leaves the step out: no gradient, so neither weights nor moments move (with zeroed gradients AdamW would still
-        decay the weights and move by momentum).
+        decay the weights and move by momentum). Random state stays as last computed, or as going back has put it.
         """
         self.skipped = self.loss_is_set = True
         if not keep_buffers:
@@ -413,7 +424,10 @@ class Window:
             self.filter_running_loss()
 
     def filter_running_loss(self) -> None:
-        """Adds its losses up as the Trainer does: for one that is not finite, the average since the last log."""
+        """
+        Adds its losses up as the Trainer does with `logging_nan_inf_filter`, which is off during the step: for one
+        that is not finite, the average since the last log.
+        """
         assert self.start is not None
         self.loss_is_set = True
         self._set_running_loss([])

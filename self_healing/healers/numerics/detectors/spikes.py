@@ -112,6 +112,13 @@ class NonFiniteDetector(KeepsState):
         self.losses: deque[float] = deque(maxlen=window)
         self.overflows = 0
 
+    def observe(self, signals: StepSignals, scaler_active: bool = False) -> Symptom | None:
+        """Judges one step; a finite one is taken into the trend."""
+        symptom = self.judge(signals, scaler_active)
+        if signals.finite:
+            self.losses.append(signals.loss)
+        return symptom
+
     def judge(self, signals: StepSignals, scaler_active: bool = False) -> Symptom | None:
         """Judges one step, and leaves the trend as it is."""
         if signals.finite:
