@@ -150,7 +150,7 @@ class Bench:
         rows = [self.tokenizer(text)["input_ids"][: options.tokens] for text in texts]
         rows = [row for row in rows if len(row) == options.tokens]
         self.steps = (options.turns + self.warm_up) * options.turn
-        needed = self.steps * options.rows
+        needed = self.steps * options.rows * options.accumulation
         self.dataset = Dataset.from_dict({"input_ids": [rows[index % len(rows)] for index in range(needed)]})
         model = small_llama(self.tokenizer, self.size, seed=0)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -163,7 +163,7 @@ class Bench:
             "max_steps": self.steps,
             "max_length": options.tokens,
             "per_device_train_batch_size": options.rows,
-            "gradient_accumulation_steps": 1,
+            "gradient_accumulation_steps": options.accumulation,
             "logging_steps": 10,
             "save_strategy": "no",
             "report_to": [],
@@ -305,6 +305,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "cores": os.cpu_count(),
             "parameters": bench.parameters,
             "rows": options.rows,
+            "accumulation": options.accumulation,
             "tokens": options.tokens,
             "precision": "float32" if bench.on_device is None else "bfloat16 autocast",
         },
@@ -356,6 +357,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=40, help="turns of each run in a duet that count")
     parser.add_argument("--turn", type=int, default=1, help="steps of a turn")
     parser.add_argument("--rows", type=int, default=4, help="rows of a step")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a row")
     parser.add_argument("--width", type=int, default=160, help="size of the hidden states")
     parser.add_argument("--layers", type=int, default=2, help="transformer blocks")
