@@ -37,10 +37,13 @@ from self_healing.run.record import ExitReason, RunRecord
 
 @pytest.fixture(autouse=True)
 def _signals_as_they_were() -> Iterator[None]:
+    found = signal.getsignal(signal.SIGINT)
+    # What a shell starts in the background ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     yield
     after = {signum: signal.getsignal(signum) for signum in before}
-    for signum, handler in before.items():
+    for signum, handler in {**before, signal.SIGINT: found}.items():
         signal.signal(signum, handler)
     assert after == before
 
