@@ -21,6 +21,9 @@ NEWEST_TESTS := $(OLDEST_TESTS) tests/memory/test_calls.py tests/memory/test_mic
 GPU_PYTHON ?= python3
 GPU_TESTS := tests/test_healthy.py tests/numerics/test_nonfinite.py tests/rollback/test_rollback.py
 
+# One more than there are cores: what waits for another rank, or for a thread that sleeps, leaves its core to the rest.
+WORKERS := $(shell $(PYTHON) -c "import os; print(min((os.cpu_count() or 1) + 1, 5))")
+
 # Modules are compiled when they are first imported; all of them at once would take 40 seconds of each environment.
 INSTALL := -m pip install --no-compile
 
@@ -39,11 +42,11 @@ test: .venv/.installed
 
 # Of each kind of fault, trainer, setting and launcher one; further members of a kind are left to `make test-slow`.
 test-quick: .venv/.installed
-	.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
+	.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
 # What a user relies on, whatever is rebuilt below it: what is quick, and all of it.
 contract: .venv/.installed
-	.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "contract and not slow and not gpu"
+	.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "contract and not slow and not gpu"
 
 contract-whole: .venv/.installed
 	.venv/bin/python -m pytest -m "contract and not gpu"
