@@ -488,6 +488,7 @@ def main() -> None:
     parser.add_argument("--turn", type=int, default=10, help="steps of a turn")
     parser.add_argument("--profiled", type=int, default=40, help="steps of the runs whose votes and calls are counted")
     parser.add_argument("--rows", type=int, default=6, help="rows of a step on each rank")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a row")
     parser.add_argument("--width", type=int, default=160, help="size of the hidden states")
     parser.add_argument("--layers", type=int, default=2, help="transformer blocks")
