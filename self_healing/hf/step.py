@@ -13,7 +13,7 @@ import copy
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -264,7 +264,8 @@ class Window:
                 if index not in computed:
                     if self.objective.online:
                         # Nothing of it is trained on, but it is generated as if it were.
-                        self.engine.prepare_inputs(copy.copy(self.calls[index][1]))
+                        with self._counting_tokens():
+                            self.engine.prepare_inputs(copy.copy(self.calls[index][1]))
                         self._trainer._step += 1
                     losses.append(torch.zeros_like(self.losses[index]))
                     continue
@@ -326,8 +327,18 @@ class Window:
             self.prepared.setdefault(index, copy.copy(batch))
             return batch if pick is None else pick(batch)
 
-        with preparing(self._trainer, note):
+        with self._counting_tokens(), preparing(self._trainer, note):
             return self.engine.compute((model, inputs, args, kwargs), last, self, synchronise)
+
+    @contextlib.contextmanager
+    def _counting_tokens(self) -> Iterator[None]:
+        """Notes what a call counts by itself where it generates its rows: it is taken off when it is made again."""
+        state = self._trainer.state
+        before = state.num_input_tokens_seen
+        try:
+            yield
+        finally:
+            self.tokens_inside += state.num_input_tokens_seen - before
 
     def discard(self) -> None:
         """Drops its gradients: it is computed again, or left out."""

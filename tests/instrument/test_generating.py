@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import WeightFault, grpo_trainer, journal, prompts
+from conftest import OutputFault, WeightFault, grpo_trainer, journal, prompts
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback
@@ -76,3 +76,13 @@ def test_rows_of_a_cycle_that_cannot_be_read_are_named_and_generated_anew(
     resumed.train(resume_from_checkpoint=str(rows.parent))
     assert (resumed.state.global_step, len(finite)) == (2, 1)
     assert f"{rows} cannot be read" in caplog.text
+
+
+def test_tokens_that_are_generated_once_more_are_not_counted_once_more(tmp_path: Path, tokenizer: Any) -> None:
+    plain = grpo_trainer(tmp_path / "plain", tokenizer, max_steps=4)
+    plain.train()
+    trainer = grpo_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback()], max_steps=4)
+    OutputFault(trainer.model, lambda forward: 3 <= forward < 14)
+    trainer.train()
+    assert [event["symptom"] for event in journal(tmp_path / "healed", "detected")] == ["nonfinite_loss"]
+    assert trainer.state.num_input_tokens_seen == plain.state.num_input_tokens_seen
