@@ -557,6 +557,8 @@ class Recovery:
         saves_first = Action.EMERGENCY_CHECKPOINT in FAILURE_RECIPES[failure].actions
         if not saves_first or (unmoved and resume_from is not None):
             instrument.reentry.rewind_to_last_step()
+            # Whatever has become of the weights: they are loaded.
+            run.journal.doubt = ""
             return resume_from, unmoved
         context = HealingContext(incident, instrument, error=error)
         saved = run.remedies.apply(Action.EMERGENCY_CHECKPOINT, context, self._trainer.args)

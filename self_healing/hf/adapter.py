@@ -337,6 +337,9 @@ class Instrument:
         """
         before_the_step = tokens - window.tokens_inside
         while True:
+            if self.call.half_way and not ran_out.alone:
+                with self.failsafe.contained():
+                    self.hooks.left_half_way(window)
             if not self.retry.handled(ran_out, window):
                 raise ran_out.error
             try:

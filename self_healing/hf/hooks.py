@@ -49,6 +49,10 @@ class Hooks:
     def on_success(self) -> None:
         """Called when a micro-batch, forward and backward, or a batch of an evaluation has been computed."""
 
+    def left_half_way(self, window: Window) -> bool:
+        """Called after an exception in a `training_step` of the user's own: makes anew what it may have moved."""
+        return False
+
     # ---- gradients are there ----
 
     def judge(self, window: Window) -> None:

@@ -225,7 +225,8 @@ class TrainingCall:
         self._heals_exceptions: bool = instrument.heals_exceptions
         # Those that it is computed in, where one over the rows does not fit.
         self.passes: Any = None
-        # Told why the weights need not be those of the last step any more.
+        # Why the weights need not be those of the last step any more, empty once they are again; who is told of it.
+        self.half_way = ""
         self.doubt: Callable[[str], None] = lambda why: None
 
     def run(self, call: Call, window: Any) -> torch.Tensor:
@@ -259,7 +260,8 @@ class TrainingCall:
 
     def in_place_of(self, error: BaseException, window: Any) -> torch.Tensor | None:
         """Gives the loss of a micro-batch that has raised, where that stands for a NaN, on all ranks."""
-        self.doubt(_doubt_about(self._replaced.original(self._trainer, "training_step")))
+        self.half_way = _doubt_about(self._replaced.original(self._trainer, "training_step"))
+        self.doubt(self.half_way)
         nonfinite = isinstance(error, Exception) and is_nonfinite_exception(error)
         if not self._heals_exceptions or not nonfinite:
             return None

@@ -20,7 +20,7 @@ from ..hf.state import optimizer_in_training_mode, reload_checkpoint
 from ..hf.step import Control, Recording, Window
 from ..journal.journal import Journal
 from ..ranks import votes
-from ..system.random_state import tolerance
+from ..system.random_state import RandomState, tolerance
 from .ring import StepReplayer
 from .shared_memory import SharedStates, StoredState
 from .snapshots import Snapshot
@@ -100,6 +100,7 @@ class Rollback:
             lambda: self.ring.restore(snapshot, states.live), states.device, give_up=self._give_up_memory
         )
         states.instrument.engine.state_put()
+        states.instrument.call.half_way = ""
         optimizer_in_training_mode(states.instrument.trainer)
 
     def _give_up_memory(self) -> None:
@@ -276,6 +277,34 @@ class Rollback:
 
     # ---- applying the steps since then again ----
 
+    def repeat(self, window: Window) -> Replayed:
+        """
+        Makes the weights of the last finished step anew, from the newest trusted state; where they do not come out as
+        they were, or others than all of its steps are in them, it leaves the live ones.
+        """
+        states, call, known = self.states, self.states.instrument.call, self.learned.remember()
+        newest, retry, why = next(iter(states.generations()), None), window.engine.retry, call.half_way
+        if newest is None or known["missing"] != newest.extras["missing"] or not states.set_aside(window.step):
+            return Replayed(None, why="no trusted state since which all steps were taken, or no memory beside it")
+        rng, heals, watched = RandomState.capture(states.device), retry.heals, retry.watched
+        replayed = Replayed(None, why="it was interrupted")
+        # Sizes are looked for with the step that did not fit.
+        retry.heals = retry.watched = False
+        states.displaced, self._gone_back_to = True, newest
+        try:
+            self.put(newest)
+            replayed = self.replay(window, lambda signals: True, finished=True)
+        finally:
+            retry.heals, retry.watched = heals, watched
+            if replayed.steps is None:
+                self.end_trial()
+                self.learned.recall(known)
+                call.half_way = why
+            self.ring.discard()
+            self._gone_back_to = None
+            rng.restore()
+        return replayed
+
     def replay(
         self,
         window: Window,
@@ -387,6 +416,8 @@ class Replay:
                     self.window.begin_from_here()
                     self.window.recompute()
                     self._judge(self.window.signals(), losses, recorded=False)
+            if half_way := self.rollback.states.instrument.call.half_way:
+                raise _Struck(f"applied again, {half_way}")
         except TrainingFault as fault:
             logger.info("The steps since then could not be applied again.", exc_info=fault.error)
             raise _Struck(f"applied again, a step raised {describe_exception(fault.error)}") from fault

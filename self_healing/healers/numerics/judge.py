@@ -200,6 +200,21 @@ class StepJudge(Healer):
     def heal_interrupted_step(self, context: HealingContext) -> None:
         self.memory.contain(lambda: self.corrupted_state.heal_interrupted_step(context), context.window, unsound=True)
 
+    def left_half_way(self, window: Window) -> bool:
+        run, why, step = self.run, self.run.instrument.call.half_way, self.run.instrument.view.step
+        if processes.world_size() > 1:
+            return False
+        logger.warning("Step %d: %s. The steps since the newest trusted state are applied again.", step, why)
+        again = self.rollback.repeat(window)
+        if again.steps is None:
+            logger.warning("Step %d: the weights are left as they are: %s.", step, again.why)
+            return False
+        run.journal.event("made_anew", step, to_step=step - again.steps, **again.to_dict())
+        # As with a snapshot, which is trusted after as many steps.
+        shown = not 0 < again.steps < run.config.snapshot_verify_steps and not again.apart
+        run.journal.doubt = "" if shown else f"{why}; they were made anew, and few steps show how exactly"
+        return True
+
     def read_logs(self, step: int, logs: Mapping[str, Any]) -> None:
         self.red_flags.read_logs(step, logs)
 

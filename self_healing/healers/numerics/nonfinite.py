@@ -50,10 +50,13 @@ class NonfiniteHealer(NumericsHealer):
 
     def _heal(self, opened: OpenIncident, window: Window) -> None:
         run, incident = self.run, opened.incident
+        self._make_weights_anew(window)
         # Before it is computed again. The gradient has been summed over ranks, and says no more whose it was.
         losses_are_finite = math.isfinite(sum(map(float, window.losses)))
         if self.acts and self.config.on_nonfinite == "heal":
             diagnosis = diagnose(window, self.run.instrument, self.rollback.batches.healthy_inputs)
+            if self._make_weights_anew(window) and diagnosis.failure is FailureType.NONFINITE_TRANSIENT:
+                window.recompute_with_retry()
         else:
             asked_for: dict[str, Any] = {"on_nonfinite": self.config.on_nonfinite}
             if (watched := self.run.instrument.view.only_watched) is not None:
@@ -102,6 +105,13 @@ class NonfiniteHealer(NumericsHealer):
             opened.wait()
             return
         self.end(context, stop)
+
+    def _make_weights_anew(self, window: Window) -> bool:
+        """Where computing the step has left a `training_step` of the user's own half-way; returns whether it has."""
+        half_way = bool(self.run.instrument.call.half_way)
+        if half_way:
+            self.run.healers.left_half_way(window)
+        return half_way
 
     def _stop_at_the_start(self, opened: OpenIncident, context: HealingContext) -> NoReturn:
         """

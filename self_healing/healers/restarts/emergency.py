@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ...checkpoints.choice import newest_checkpoint_of
 from ...checkpoints.marker import change_marker, write_marker
 from ...checkpoints.retention import disk_full
 from ...failures.classify import classify_exception, could_not_be_written, describe_exception
@@ -33,7 +34,7 @@ def save_emergency_checkpoint(run: Run, heals: bool = False) -> ResumePoint | No
     instrument, checkpoints = run.instrument, run.rollback.checkpoints
     checkpoints.leave_room()
     point = instrument.reentry.rewind_to_last_step()
-    if point is None:
+    if point is None or not _weights_are_of_a_step(run, point):
         return None
     view = instrument.view
     path = Path(instrument.trainer.args.output_dir, EMERGENCY_DIR, f"checkpoint-{view.step}")
@@ -54,6 +55,23 @@ def save_emergency_checkpoint(run: Run, heals: bool = False) -> ResumePoint | No
         free_memory(view.device)
     point.path = str(path)
     return point
+
+
+def _weights_are_of_a_step(run: Run, point: ResumePoint) -> bool:
+    """Whether they are those of the last finished step; or may be others, and there is no checkpoint to prefer."""
+    instrument = run.instrument
+    window = instrument.reentry.interrupted
+    if not instrument.call.half_way or window is None:
+        return True
+    made = False
+    with instrument.failsafe.contained():
+        made = instrument.hooks.left_half_way(window)
+    instrument.ledger.rewind(point.bookkeeping)
+    if made or newest_checkpoint_of(run.run_id, str(instrument.trainer.args.output_dir)) is None:
+        return True
+    # The steps since that checkpoint are done again.
+    run.journal.doubt = ""
+    return False
 
 
 def _is_finite(instrument: Instrument, heal_as_of: Bookkeeping | None) -> bool:

@@ -307,7 +307,8 @@ class Shutdown:
             )
             return {"checkpoint": None, "why": describe_exception(error), "happened": False}
         if point is None:
-            why = f"the weights cannot be trusted: it happened {context.running.reentry.phase.value}"
+            half_way = context.running.call.half_way
+            why = half_way or f"the weights cannot be trusted: it happened {context.running.reentry.phase.value}"
             if processes.world_size() > 1:
                 why = "several processes train together, and the others may not be able to save"
             return {"checkpoint": None, "why": why, "happened": False}

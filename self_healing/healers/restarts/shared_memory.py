@@ -163,7 +163,8 @@ class FinalSnapshot:
     def _leave(self, instrument: Instrument, undisturbed: Callable[[], bool]) -> int | None:
         rollback = self._run.rollback
         shared, taken_of = rollback.shared, rollback.ring.taken_of
-        if shared is None or taken_of is None or rollback.states.displaced or not instrument.view.can_hand_over:
+        moved = rollback.states.displaced or instrument.call.half_way
+        if shared is None or taken_of is None or moved or not instrument.view.can_hand_over:
             return None
         live = _live_beside_training(instrument, taken_of)
         shared.open(lambda: size_of(live))
