@@ -491,12 +491,16 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         references=("https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management",),
     ),
     FailureType.BAD_DATA: Recipe(
-        diagnosis="A sample cannot be used: it raises while it is loaded or collated, it is empty, or all of its "
-        "labels are masked.",
+        diagnosis="A sample cannot be used: it raises while it is loaded or collated, or in the model, it is empty, "
+        "or all of its labels are masked.",
         ladder=(
             Action.RETRY_CALL,
             Action.QUARANTINE_SAMPLE,
             Action.REPLACE_SAMPLE,
+            # One that raises in the model has been collated by then.
+            Action.QUARANTINE_ROWS,
+            Action.DROP_ROWS,
+            Action.SKIP_STEP,
             Action.EMERGENCY_CHECKPOINT,
             Action.STOP,
         ),

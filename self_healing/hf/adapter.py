@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from ..failures.recipes import TrainingFault
+from ..failures.classify import classify_exception
+from ..failures.recipes import FailureType, TrainingFault
 from ..ranks import votes
 from .batches import preparing
 from .dataloader import DataPosition
 from .engine import Call, StepEngine
-from .hooks import Failsafe, Hooks
+from .hooks import Failsafe, Hooks, is_meant
 from .memory import OutOfMemory, is_out_of_memory
 from .objective import objective_of
 from .oom import OneRankRetry, OomRetry
@@ -303,12 +304,34 @@ class Instrument:
     def _raised(self, error: BaseException, window: Window) -> tuple[Any, OutOfMemory | None]:
         """Takes what a micro-batch has raised for NaN, or for memory that ran out; raises anything else again."""
         loss = self.call.in_place_of(error, window)
-        if loss is not None:
-            return loss, None
-        ran_out = self.retry.caught(error, alone=not self.one_rank.why_not())
-        if ran_out is None:
+        ran_out = None if loss is not None else self.retry.caught(error, alone=not self.one_rank.why_not())
+        if loss is None and ran_out is None and self._rows_raise(error, window):
+            loss = self.call.in_place_of(error, window)
+        if loss is None and ran_out is None:
             raise error
-        return None, ran_out
+        return loss, ran_out
+
+    def _rows_raise(self, error: BaseException, window: Window) -> bool:
+        """Whether it is rows of a micro-batch that raise; others may wait for this rank, or weights have moved."""
+        known = self.view.world_size == 1 and not self.objective.online and window.start is not None
+        if not known or not self.leaves_out_nonfinite or self.call.doubt_of_weights:
+            return False
+        theirs = isinstance(error, Exception) and not is_meant(error)
+        if not theirs or classify_exception(error) is not FailureType.USER_CODE:
+            return False
+        gradient_state = self.trainer.accelerator.gradient_state
+        synchronises = gradient_state.sync_gradients
+        self.heartbeat.enter("judge")
+        try:
+            return isinstance(error, Exception) and self.hooks.rows_raise(window, error)
+        except Exception as failed:
+            # Whatever it is: what ends the run is what was raised first.
+            if not self.failsafe.tells_of_lost_device(failed):
+                self.failsafe.contain(failed)
+            return False
+        finally:
+            self.heartbeat.leave()
+            gradient_state._set_sync_gradients(synchronises)
 
     def _generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Looks at the weights on all ranks before a trainer generates the rows it trains on, and scores them."""

@@ -175,7 +175,11 @@ def row_text(batch: Batch, layout: Layout, row: int, tokenizer: Any, keys: Seque
             mask = alone.get(_mask_for(key))
             ids, mask = ids[0], mask[0] if isinstance(mask, torch.Tensor) else None
             kept = ids[mask.bool()] if mask is not None and mask.shape == ids.shape else ids
-            return str(decode(kept.tolist(), skip_special_tokens=False))
+            try:
+                return str(decode(kept.tolist(), skip_special_tokens=False))
+            except Exception:
+                # An id that no tokenizer has.
+                return str(kept.tolist())
     return None
 
 

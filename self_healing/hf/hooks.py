@@ -43,6 +43,13 @@ class Hooks:
         """
         return False
 
+    def rows_raise(self, window: Window, error: Exception) -> bool:
+        """
+        Called when a micro-batch has raised what nobody else heals: whether it is rows of it, each by itself, and not
+        the code. The step is judged as one that is not finite then.
+        """
+        return False
+
     def oom_on_one_rank(self, ran_out: OutOfMemory) -> None:
         """Called when memory ran out on one of several processes: the others wait, so nothing can be tried again."""
 

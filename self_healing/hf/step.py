@@ -88,6 +88,8 @@ class Window:
         self.generated: tuple[Any, Bookkeeping] | None = None
         # Whether one of the calls has ended in an exception that stands for a NaN, which it then has as its loss.
         self.raised = False
+        # What rows of it raise in the model, in words: such an exception stands for a NaN from then on.
+        self.raising = ""
         self.ledger = ledger
         self.judged = False
         self.skipped = False

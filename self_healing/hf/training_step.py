@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
-from ..failures.classify import is_nonfinite_exception
+from ..failures.classify import classify_exception, is_nonfinite_exception
+from ..failures.recipes import FailureType
 from ..ranks import votes
 from ..system import processes
 from .deepspeed import Zero, engine_of
@@ -260,9 +261,10 @@ class TrainingCall:
 
     def in_place_of(self, error: BaseException, window: Any) -> torch.Tensor | None:
         """Gives the loss of a micro-batch that has raised, where that stands for a NaN, on all ranks."""
-        self.half_way = _doubt_about(self._replaced.original(self._trainer, "training_step"))
+        self.half_way = self.doubt_of_weights
         self.doubt(self.half_way)
         nonfinite = isinstance(error, Exception) and is_nonfinite_exception(error)
+        nonfinite |= bool(window.raising) and classify_exception(error) is FailureType.USER_CODE
         if not self._heals_exceptions or not nonfinite:
             return None
         # Of several ranks, one may wait in a collective that this one never reached; weights that are NaN are so on
@@ -273,9 +275,11 @@ class TrainingCall:
         window.raised = True
         return torch.full((), math.nan, device=self._trainer.args.device)
 
-
-def _doubt_about(step: Any) -> str:
-    """Why weights need not be what they were after an exception; `functools.wraps` gives any step a `__module__`."""
-    module = str(getattr(getattr(step, "__func__", step), "__globals__", {}).get("__name__", "your own"))
-    own = module.partition(".")[0] in ("transformers", "trl")
-    return "" if own else f"the training_step of {module} was left half-way, and may have moved weights by then"
+    @property
+    def doubt_of_weights(self) -> str:
+        """Why weights need not be what they were after an exception, if so."""
+        step: Any = self._replaced.original(self._trainer, "training_step")
+        # `functools.wraps` gives any step a `__module__`.
+        module = str(getattr(getattr(step, "__func__", step), "__globals__", {}).get("__name__", "your own"))
+        own = module.partition(".")[0] in ("transformers", "trl")
+        return "" if own else f"the training_step of {module} was left half-way, and may have moved weights by then"

@@ -254,7 +254,7 @@ def _only_attempt(started: Mapping[str, Any]) -> Entry:
 
 def _row(line: Mapping[str, Any]) -> Entry:
     sample = line.get("kind") == "bad_sample"
-    why = "it makes a step non-finite"
+    why = f"it raises in the model ({line['raises']})" if line.get("raises") else "it makes a step non-finite"
     if sample:
         raised = ": ".join(str(line[key]) for key in ("error_type", "error") if line.get(key))
         why = f"{line.get('problem', 'it cannot be used')}{f' ({raised})' if raised else ''}"

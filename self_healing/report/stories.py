@@ -151,7 +151,7 @@ def _experiments(evidence: Mapping[str, Any]) -> Iterable[str]:
         yield f"Computed again: {_scalars(evidence['again'])}."
     if "poison_rows" in evidence:
         of = evidence.get("rows_in_step", "?")
-        yield f"Bisected to the rows: {evidence['poison_rows']} of {of} are not finite by themselves."
+        yield f"Bisected to the rows: {evidence['poison_rows']} of {of} fail by themselves."
     if tensors := evidence.get("tensors"):
         total = evidence.get("tensors_total", len(tensors))
         shown = ", ".join(map(str, tensors[:_LISTED])) + (", ..." if total > _LISTED else "")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import OutputFault, assert_same_weights, journal, sft_trainer, weights
+from conftest import OutputFault, RaisingForward, assert_same_weights, journal, sft_trainer, weights
 from lost_device import LoseDevice, LostDevice
 from transformers import Trainer
 
@@ -88,6 +88,16 @@ def test_the_next_process_goes_on_bitwise_from_the_newest_checkpoint(
     again = build(tmp_path, tokenizer, SelfHealingCallback())
     train(again, True, resume_from_checkpoint=True)
     assert_same_weights(weights(again), weights(undisturbed))
+
+
+def test_an_assertion_on_the_device_names_the_samples_of_its_step(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = build(tmp_path, tokenizer, SelfHealingCallback())
+    lost = RuntimeError("CUDA error: device-side assert triggered")
+    RaisingForward(trainer.model, lambda forward: forward == 2 * MICRO_BATCHES + 1, lambda: lost)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        trainer.train()
+    drawn = [index for batch in [*trainer.get_train_dataloader().batch_sampler][4:6] for index in batch]
+    assert f"({', '.join(map(str, sorted(drawn)))})" in postmortem(tmp_path)["verdict"]
 
 
 def computed_again(model: Any, device: LostDevice) -> None:

@@ -332,6 +332,7 @@ def _rows_of(window: Window, poison: Mapping[int, list[int]], tokenizer: Any, ke
                     "preview": None if text is None else text[:PREVIEW_LENGTH],
                     "micro_batch": index,
                     "row": row,
+                    **({"raises": window.raising} if window.raising else {}),
                 }
             )
     return rows

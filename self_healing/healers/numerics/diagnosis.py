@@ -104,7 +104,7 @@ def _poison_rows(
             # Where an earlier batch was finite with weights like these, it may pass.
             return replace(found, everywhere=healthy_inputs is None and tried > 0 and count == total)
     return Diagnosis(
-        FailureType.NONFINITE_POISON_ROWS,
+        FailureType.BAD_DATA if experiments.window.raising else FailureType.NONFINITE_POISON_ROWS,
         Cause.POISON_ROWS,
         {"poison_rows": count, "rows_in_step": total},
         poison=poison,
@@ -138,6 +138,27 @@ def diagnose_start(window: Window, why: str) -> Diagnosis:
     if origin is None:
         return Diagnosis(failure, Cause.MODEL_PRECISION_OR_DATA, evidence)
     return Diagnosis(failure, _BEHIND_THE_PLACE[origin.place], evidence)
+
+
+def rows_that_raise(window: Window, healthy_inputs: Any) -> list[int]:
+    """
+    Rows of the micro-batch that was computed last that raise, each by itself and every time, where others do not: what
+    all rows raise, or rows only together, is the code's.
+    """
+    index, experiments = len(window.calls) - 1, StepExperiments(window)
+    try:
+        with window.engine.retry.experiment():
+            others = experiments.rows_elsewhere(_CONTROL_ROWS) if healthy_inputs is None else [healthy_inputs]
+            again = experiments.probe_batch(window.calls[index][1])
+            layout = window.layout(index)
+            if again or layout is None or (others and not any(map(experiments.probe_batch, others))):
+                return []
+            found = _bisect(experiments, index, list(range(layout.rows)))
+            bad = [row for row in found if not experiments.probe_row(index, row)]
+            return bad if len(bad) <= layout.rows * (1 if others else _MOST_POISON) else []
+    except TrainingFault as fault:
+        logger.info("Rows could not be tried alone.", exc_info=fault.error)
+        return []
 
 
 def _numerical(why: str) -> Diagnosis:

@@ -53,7 +53,7 @@ class StepExperiments:
 
     def probe_batch(self, inputs: Any) -> bool:
         """Whether another micro-batch, as the data loader gave it, is finite with the weights as they are."""
-        return self._probe(self.window.size - 1, lambda: self._engine.prepare_inputs(copy.copy(inputs)))
+        return self._probe(len(self.window.calls) - 1, lambda: self._engine.prepare_inputs(copy.copy(inputs)))
 
     def _probe(self, index: int, rows: Callable[[], Any]) -> bool:
         def compute() -> bool:

@@ -179,6 +179,9 @@ class StepJudge(Healer):
 
     # ---- events beside it ----
 
+    def rows_raise(self, window: Window, error: Exception) -> bool:
+        return self.nonfinite.rows_raise(window, error)
+
     def left_out_by_engine(self) -> None:
         window = self.run.instrument.window
         if window is not None:

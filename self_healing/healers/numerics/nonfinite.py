@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NoReturn
 
+from ...failures.classify import add_note, describe_exception
 from ...failures.recipes import FAILURE_RECIPES, THE_END, Action, Cause, FailureType, Given, Symptom
 from ...hf.state import nonfinite_copies
 from ...hf.step import Window
@@ -13,7 +14,7 @@ from ...rollback.rollback import RollbackRecord
 from ...run.healer import HealingContext
 from ...run.incidents import Diagnosis, OpenIncident
 from ...system.random_state import RandomState
-from .diagnosis import diagnose, diagnose_start
+from .diagnosis import diagnose, diagnose_start, rows_that_raise
 from .healer import NumericsHealer, keep_batch
 from .loss import AppliedSteps
 
@@ -38,6 +39,24 @@ class NonfiniteHealer(NumericsHealer):
     trusted state, or ends the run.
     """
 
+    def rows_raise(self, window: Window, error: Exception) -> bool:
+        """See [`Hooks.rows_raise`]."""
+        if self.config.on_nonfinite != "heal":
+            return False
+        # The message may quote the row.
+        window.raising = describe_exception(error) if self.config.quarantine_text else type(error).__name__
+        rows = rows_that_raise(window, self.rollback.batches.healthy_inputs)
+        if rows and self.config.on_bad_sample == "raise":
+            sources = window.sources(len(window.calls) - 1)
+            found = [sources[row] for row in rows]
+            named = ", ".join(
+                str(each.stream_ordinal if each.dataset_index is None else each.dataset_index) for each in found
+            )
+            add_note(error, f"self_healing: raised in the model, by the sample with index {named}.")
+            rows = []
+        window.raising = window.raising if rows else ""
+        return bool(rows)
+
     def heal(self, window: Window, symptom: Symptom) -> None:
         """Diagnoses a step that is not finite, and acts on it."""
         if not self.acts and self.numerics.reported_step == symptom.step - 1:
@@ -45,7 +64,10 @@ class NonfiniteHealer(NumericsHealer):
             self.numerics.reported_step = symptom.step
             return
         self.numerics.reported_step = symptom.step
-        with self.incident(symptom.step, symptom.name, symptom.evidence) as opened:
+        name, evidence = symptom.name, symptom.evidence
+        if window.raising:
+            name, evidence = window.raising.partition(":")[0], {"diagnosis": window.raising}
+        with self.incident(symptom.step, name, evidence) as opened:
             self._heal(opened, window)
 
     def _heal(self, opened: OpenIncident, window: Window) -> None:
@@ -65,8 +87,7 @@ class NonfiniteHealer(NumericsHealer):
         if diagnosis.failure is FailureType.CORRUPTED_STATE:
             ranks = self.ranks_with(diagnosis.evidence["tensors"])
         else:
-            poisoned = diagnosis.failure is FailureType.NONFINITE_POISON_ROWS
-            here = bool(diagnosis.poison) if poisoned else not losses_are_finite
+            here = bool(diagnosis.poison) if diagnosis.poison_rows else not losses_are_finite
             ranks = self.ranks_where("it is not finite here", here)
         opened.diagnosed(diagnosis.failure, diagnosis.cause, {**diagnosis.evidence, **ranks})
         context = HealingContext(incident, self.run.instrument, window, diagnosis)
@@ -78,7 +99,8 @@ class NonfiniteHealer(NumericsHealer):
         keep_batch(self.run, window, incident)
         actions: tuple[Action, ...] = ()
         if self.acts and self.config.on_nonfinite != "raise":
-            actions = self.numerics.ladder.next(diagnosis.failure, {Given.PATIENCE_LEFT}).actions
+            rows = FailureType.NONFINITE_POISON_ROWS if diagnosis.poison_rows else diagnosis.failure
+            actions = self.numerics.ladder.next(rows, {Given.PATIENCE_LEFT}).actions
         elif self.acts:
             actions = THE_END
             context.verdict = "loss or gradient norm is not finite (on_nonfinite='raise')"
@@ -92,7 +114,7 @@ class NonfiniteHealer(NumericsHealer):
         opened.wait()
         stop = self.numerics.limits.note(
             window.skipped,
-            explained=diagnosis.failure is FailureType.NONFINITE_POISON_ROWS,
+            explained=diagnosis.poison_rows > 0,
             rows=diagnosis.rows,
             dropped=diagnosis.poison_rows,
         )

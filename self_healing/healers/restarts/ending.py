@@ -133,14 +133,25 @@ class Shutdown:
         try:
             incident = run.journal.open(self.step, type(error).__name__, {"message": text_of(error)[:500]})
             run.journal.diagnosed(incident, FailureType.DEVICE, "device", {})
+            # What was raised first may have been looked into when this showed.
+            raised = [each for each in (error.__context__, error) if each is not None]
+            verdict = (verdict or "; ".join(map(describe_exception, raised))) + self._computed_from(error)
             if self._is_started_again:
                 run.journal.acted(incident, Action.EXIT_FOR_RESTART.value, exit_code=EXIT_FOR_RESTART)
             else:
                 self._close_as_fatal(incident)
-            self._write_postmortem_beside(verdict or describe_exception(error), FailureType.DEVICE, error)
+            self._write_postmortem_beside(verdict, FailureType.DEVICE, error)
             run.journal.dealt_with(incident)
         except Exception:
             logger.exception("The loss of the device could not be recorded; the original exception is raised.")
+
+    def _computed_from(self, error: BaseException) -> str:
+        """Names the samples of a step that a device-side assertion has ended: one is out of some range, most often."""
+        window = None if self.run.attached is None else self.run.attached.window
+        if window is None or "device-side assert" not in text_of(error):
+            return ""
+        named = ", ".join(map(str, sorted(window.samples())))
+        return f"; most often a token id or a label out of range: look at the samples of the step ({named})"
 
     def leave_lost_device(self, error: BaseException) -> None:
         """
