@@ -64,9 +64,10 @@ class Guard:
     names_only: bool = False
     # Other processes load as well, and find what is not to be used.
     has_workers: bool = False
-    # In the training process, called for each sample where many are read to get back to one, and for the first.
+    # In the training process, called for each sample where many are read to get back to one, and for the first, which
+    # tells whether the stream has begun elsewhere than before.
     alive: Callable[[], None] = _nothing
-    began: Callable[[Any], None] = _nothing
+    began: Callable[[Any], Any] = _nothing
     # Loads without guards, also in iterators that were made before.
     off: bool = False
     # Of the samples that are about to be collated.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -24,7 +25,7 @@ from .quarantine import (
     Quarantine,
     describe_name,
 )
-from .streams import GuardedStream
+from .streams import GivenLast, GuardedStream
 
 
 logger = logging.getLogger("self_healing")
@@ -71,7 +72,10 @@ class SampleHealer(Healer):
             guard.alive = run.heartbeat.start_over
             guard.began = self._stream_began
         guarded: GuardedStream | GuardedDataset
-        guarded = GuardedStream(loading.dataset, guard) if loading.streams else GuardedDataset(loading.dataset, guard)
+        if loading.streams:
+            guarded = GuardedStream(loading.dataset, guard, None if loading.has_workers else self._given(loading))
+        else:
+            guarded = GuardedDataset(loading.dataset, guard)
         loading.read_from(guarded, GuardedCollator(loading.collate, guard, guarded))
         instrument.on_detach.append(loading.restore)
         instrument.on_detach.append(partial(setattr, guard, "off", True))
@@ -88,13 +92,29 @@ class SampleHealer(Healer):
         # A sample that could not be loaded leaves nothing behind that would have to be rewound.
         return partial(self.calls.call, "the training data", lambda: None)
 
-    def _stream_began(self, sample: Any) -> None:
-        """If a stream begins with another row than before, what is skipped was not trained."""
+    def _given(self, loading: TrainingLoader) -> GivenLast | None:
+        """What the stream gave last, where `train()` may be entered again: the batches that were not trained on."""
+        if not self.run.wrapped or processes.world_size() > 1:
+            return None
+        if self._quarantine.given is None:
+            # Those of a step, and one that is fetched ahead; another one for a step that was just finished.
+            batches = int(self.run.instrument.trainer.args.gradient_accumulation_steps) + 2
+            self._quarantine.given = GivenLast(deque(maxlen=batches * loading.samples_per_batch))
+        given: GivenLast = self._quarantine.given
+        return given
+
+    def _stream_began(self, sample: Any) -> bool:
+        """Whether a stream begins with another row than before; read on from there, it may be at the wrong place."""
         journal, row = self.run.journal, digest_of({"row": sample})
         epoch = int((self.run.instrument.trainer.state.epoch or 0) + 1e-6)
-        if self._quarantine.first_rows.setdefault(epoch, row) != row and journal.incidents:
-            journal.doubt = "the stream has not begun again at its first row: rows may have been skipped twice"
+        elsewhere = self._quarantine.first_rows.setdefault(epoch, row) != row
+        if elsewhere and journal.incidents:
+            journal.doubt = (
+                "the stream has not begun again at its first row, and is read on from where it stands: unless that is "
+                "where it was left, rows may have been skipped twice"
+            )
             journal.dealt_with(journal.incidents[-1])
+        return elsewhere
 
     def fetch_failed(self, error: BaseException) -> None:
         # The others of several ranks wait: there it ends the job like any error, and the next start goes on.

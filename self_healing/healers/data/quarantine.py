@@ -238,6 +238,8 @@ class Quarantine:
         self.known: KnownBadSamples | None = None
         # By the epoch: a digest of the row that a stream began with.
         self.first_rows: dict[int, bytes | None] = {}
+        # What a stream gave last (`GivenLast`), for a re-entry.
+        self.given: Any = None
         self._news = news
         if news is not None:
             news.on("quarantine", self.take_in)

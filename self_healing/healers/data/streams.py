@@ -11,14 +11,16 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from ...failures.classify import is_error
-from .guard import MAX_BAD_IN_A_ROW, Guard, LetPass, Proxy, no_substitute, worker_id
+from .guard import MAX_BAD_IN_A_ROW, Guard, LetPass, Proxy, copy_of, no_substitute, worker_id
 from .quarantine import BadSample, SampleName, preview_of
 from .sources import SourceReader
 
@@ -40,15 +42,28 @@ except ImportError:
 # ---- what the loader reads ----
 
 
+_NO_SAMPLE = object()
+
+
+@dataclass
+class GivenLast:
+    """How many samples a stream has given, and the last of them, those that were not trained on among them."""
+
+    samples: deque[tuple[SampleName, Any]]
+    count: int = 0
+
+
 class GuardedStream(Proxy, IterableDataset):  # type: ignore[type-arg]
     """Leaves out the samples of an iterable dataset that cannot be used."""
 
-    _own = frozenset({"wrapped", "guard", "live"})
+    _own = frozenset({"wrapped", "guard", "live", "given"})
 
-    def __init__(self, wrapped: Any, guard: Guard) -> None:
+    def __init__(self, wrapped: Any, guard: Guard, given: GivenLast | None = None) -> None:
         self.wrapped = wrapped
         self.guard = guard
         self.live: LiveStream | None = None
+        # Those of a Hugging Face stream begin again whenever it is opened.
+        self.given = None if isinstance(wrapped, HuggingFaceStream) else given
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"live": None}
@@ -59,7 +74,31 @@ class GuardedStream(Proxy, IterableDataset):  # type: ignore[type-arg]
     def __iter__(self) -> Iterator[Any]:
         self.guard.names = []
         self.live = LiveStream(self.wrapped, self.guard)
-        return self.live
+        return self.live if self.given is None else self._read_on(self.live, self.given)
+
+    def _read_on(self, live: LiveStream, given: GivenLast) -> Iterator[Any]:
+        """
+        Reads a stream that may go on where it stands when it is opened again: what it has given is given again first,
+        to be skipped as far as it was trained on.
+        """
+        guard = self.guard
+        first = [*itertools.islice(live, 1)]
+        stands = live.elsewhere if first else guard.began(None)
+        if stands and given.samples:
+            guard.names.clear()
+            live.ordinal += given.count
+            skipped = itertools.repeat(given.samples[0], given.count - len(given.samples))
+            for name, sample in itertools.chain(skipped, [*given.samples]):
+                guard.names.append(name)
+                yield copy_of(sample)
+            guard.names += [f"{live._shard}:{live.ordinal - 1}" for _ in first]
+        else:
+            given.samples.clear()
+            given.count = 0
+        for sample in itertools.chain(first, live):
+            given.samples.append((guard.names[-1], copy_of(sample)))
+            given.count += 1
+            yield sample
 
     # ---- for the collator ----
 
@@ -82,6 +121,8 @@ class LiveStream(SourceReader):
     def __init__(self, dataset: Any, guard: Guard) -> None:
         super().__init__(self._opened, guard, _where, _shard=worker_id() or 0)
         self._dataset = self._read = dataset
+        # Whether it has begun with another sample than before.
+        self.elsewhere: Any = False
         self.tried: list[tuple[SampleName, Any]] = []
 
     def draw(self) -> tuple[SampleName, Any]:
@@ -108,7 +149,7 @@ class LiveStream(SourceReader):
         return self._guard.contained(lambda: recover(error), self._otherwise)
 
     def _begins(self, first: Any) -> None:
-        self._guard.began(first)
+        self.elsewhere = self._guard.began(first)
         if self._read is not self._dataset:
             # The stream itself is asked where it stands, by the loader and by checkpoints.
             self._dataset._state_dict = self._read._state_dict
