@@ -57,7 +57,7 @@ from .healers.services import Reporting
 from .healers.train_begin_end import tell_end
 from .hf.dataloader import end_workers_that_failed
 from .hf.deepspeed import can_be_entered_again, have_engine_made_again, let_go_of_engine
-from .hf.memory import release_frames
+from .hf.memory import in_evaluation, release_frames
 from .hf.patching import entry_hooks_removed_on_exception, remove_progress_bars
 from .journal.incident import Incident
 from .journal.terminal import Terminal, speaking_of
@@ -533,15 +533,17 @@ class Recovery:
         if isinstance(error, HealingFailed):
             evidence["remedy"] = error.remedy
         incident = journal.open(self._ending.step, type(error).__name__, evidence)
-        journal.diagnosed(incident, failure, failure.value.replace("_", " "), {})
+        where = " in evaluation" if failure is FailureType.OUT_OF_MEMORY and in_evaluation(error) else ""
+        journal.diagnosed(incident, failure, f"{failure.value.replace('_', ' ')}{where}", {})
         return incident
 
     def _carry_out(self, claim: Claim, point: Any) -> None:
         """Does what does not have to wait until the exception, and with it the failed step, is gone."""
         incident, run = claim.incident, self.run
-        if claim.remedy is Action.REDUCE_BATCH_SIZE and run.attached is not None:
+        settings = Action.REDUCE_BATCH_SIZE, Action.MOVE_PREDICTIONS_TO_HOST
+        if claim.remedy in settings and run.attached is not None:
             context = HealingContext(incident, run.attached, batch=claim.batch)
-            run.remedies.apply(Action.REDUCE_BATCH_SIZE, context, self._trainer.args)
+            run.remedies.apply(claim.remedy, context, self._trainer.args)
         if claim.remedy is Action.RESUME:
             run.journal.acted(incident, Action.RESUME.value, checkpoint=point)
 

@@ -83,6 +83,7 @@ class Action(StrEnum):
     SPLIT_BATCH = "split_batch"
     CHECKPOINT_ACTIVATIONS = "checkpoint_activations"
     REDUCE_BATCH_SIZE = "reduce_batch_size"
+    MOVE_PREDICTIONS_TO_HOST = "move_predictions_to_host"
     RETRY_CALL = "retry_call"
     QUARANTINE_SAMPLE = "quarantine_sample"
     REPLACE_SAMPLE = "replace_sample"
@@ -482,6 +483,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
             Action.SKIP_STEP,
             Action.EMERGENCY_CHECKPOINT,
             Action.REDUCE_BATCH_SIZE,
+            Action.MOVE_PREDICTIONS_TO_HOST,
             Action.STOP,
         ),
         advice="(1) Shorten max_length (or max_completion_length), which decides what a single row costs. (2) Shrink "

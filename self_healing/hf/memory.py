@@ -154,6 +154,20 @@ def _is_of_model(frame: FrameType) -> bool:
     return isinstance(owner, type) and issubclass(owner, (torch.nn.Module, GenerationMixin, Trainer))
 
 
+def in_evaluation(error: BaseException) -> bool:
+    """Whether an exception comes from an evaluation, in the model or outside of it."""
+    names = ("evaluate", "evaluation_loop", "prediction_step")
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_code.co_name in names and _is_of_model(frame) for frame in frames)
+
+
+def predictions_pile_up(trainer: Any) -> bool:
+    """Whether an evaluation keeps predictions on the device, of more than one batch."""
+    args = trainer.args
+    none = trainer.compute_metrics is None or args.prediction_loss_only or args.batch_eval_metrics
+    return not none and args.eval_accumulation_steps != 1
+
+
 def release_frames(error: BaseException | None) -> None:
     """Clears the frames of an exception and of those it came from: a handler that collects log records keeps them."""
     seen: set[int] = set()

@@ -256,6 +256,7 @@ _DONE: dict[str, str] = {
     Action.SPLIT_BATCH: "batch split",
     Action.CHECKPOINT_ACTIVATIONS: "activations checkpointed",
     Action.REDUCE_BATCH_SIZE: "batch size reduced",
+    Action.MOVE_PREDICTIONS_TO_HOST: "predictions to the host",
     Action.RETRY_CALL: "retried",
     Action.QUARANTINE_SAMPLE: "quarantined",
     Action.REPLACE_SAMPLE: "replaced",

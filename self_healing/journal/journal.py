@@ -188,6 +188,8 @@ class Journal:
     def closed(self, incident: Incident, outcome: str, **evidence: Any) -> None:
         """Records the measured outcome."""
         incident.outcome = outcome
+        if outcome not in HEALED and "remedy" in incident.evidence:
+            evidence["evidence"] = {"remedy": incident.evidence["remedy"]}
         self._tell_of(
             incident,
             "outcome",

@@ -24,6 +24,7 @@ from conftest import (
     OutputFault,
     RaisingForward,
     build_tokenizer,
+    encoded_rows,
     grpo_trainer,
     lost_connection,
     plain_trainer,
@@ -141,12 +142,31 @@ def adversarial_with_lost_connection(directory: Path, tokenizer: Any) -> None:
     SelfHealingTrainer(trainer, HealingConfig(snapshot_interval=5), sleep=lambda seconds: None).train()
 
 
+def evaluation_too_big(directory: Path, tokenizer: Any) -> None:
+    """Predictions fit into the host's memory, and what is computed from them does not."""
+
+    def compute_metrics(_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+
+    trainer = plain_trainer(
+        directory,
+        tokenizer,
+        max_steps=8,
+        eval_strategy="steps",
+        eval_steps=4,
+        trainer_kwargs={"eval_dataset": encoded_rows(tokenizer), "compute_metrics": compute_metrics},
+    )
+    with contextlib.suppress(torch.OutOfMemoryError):
+        SelfHealingTrainer(trainer).train()
+
+
 RUNS: dict[str, Callable[[Path, Any], None]] = {
     "learned_nothing": learned_nothing,
     "disk_full_to_the_end": disk_full_to_the_end,
     "average_with_nan": average_with_nan,
     "layerwise_with_nan": layerwise_with_nan,
     "adversarial_with_lost_connection": adversarial_with_lost_connection,
+    "evaluation_too_big": evaluation_too_big,
 }
 
 

@@ -23,7 +23,9 @@ from ...hf.memory import (
     drop_requests,
     fingerprint_of,
     free_memory,
+    in_evaluation,
     is_out_of_memory,
+    predictions_pile_up,
     retry_after_freeing,
     smaller_batch,
     update_one_by_one,
@@ -109,6 +111,7 @@ class MemoryState:
             Action.SPLIT_BATCH: self._split_batch,
             Action.CHECKPOINT_ACTIVATIONS: self._checkpoint_activations,
             Action.REDUCE_BATCH_SIZE: self._reduce_batch_size,
+            Action.MOVE_PREDICTIONS_TO_HOST: self._move_predictions,
         }
 
     def _free_memory(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
@@ -141,6 +144,11 @@ class MemoryState:
         if context.running.objective.name not in ("sft", "dpo", "reward", "generic"):
             context.incident.figures.append("a loss that looks at the whole micro-batch sees fewer rows from here on")
         return asdict(plan)
+
+    def _move_predictions(self, context: HealingContext, args: TrainingArguments) -> dict[str, Any]:
+        args.eval_accumulation_steps = 1
+        context.incident.figures.append("after each batch of an evaluation from here on (eval_accumulation_steps=1)")
+        return {"eval_accumulation_steps": 1}
 
 
 # ---- healer ----
@@ -343,6 +351,10 @@ class MemoryHealer(Healer):
                 self._claim = Claim(self._end().incident, Action.REDUCE_BATCH_SIZE, batch=plan)
                 return False
             why = f"{why}; the batch cannot be made smaller either: {plan}"
+        if ran_out.place == "evaluation" and run.may_enter_again and predictions_pile_up(self._instrument.trainer):
+            # They may be what has filled the memory: the wrapper has it evaluated again.
+            self._claim = Claim(self._end().incident, Action.MOVE_PREDICTIONS_TO_HOST)
+            return False
         size = f"{shape} (rows x padded length) did not fit" if shape else "the size of what ran is not known"
         context.verdict = f"out of memory in {ran_out.place}: {size}; {why}; {figures_in_words(ran_out)}"
         halve = HALVE if in_training and not run.may_enter_again else ""
@@ -596,7 +608,7 @@ class MemoryOutsideOfModel:
     """
     Handles out-of-memory errors of one run that left `train()` and come from no call of the model (a callback, the
     data): the step is done once more with the memory freed; soon again, with a smaller batch, which leaves more
-    memory to everything else.
+    memory to everything else. To an evaluation it leaves none: there it is the predictions that have to go.
     """
 
     def __init__(self, run: Run, trainer: Any) -> None:
@@ -604,12 +616,22 @@ class MemoryOutsideOfModel:
         self._run = run
         self._trainer = trainer
         self._ran_out_at: int | None = None
+        self._evaluated_at: int | None = None
 
     def claim(self, error: BaseException, incident: Incident) -> Claim | None:
         """Claims an exception that no healer does; `None` if it is none of memory, or they are not to be healed."""
-        if classify_exception(error) is not FailureType.OUT_OF_MEMORY or self._config.on_oom == "raise":
+        if classify_exception(error) is not FailureType.OUT_OF_MEMORY:
             return None
-        step = int(self._trainer.state.global_step)
+        step, evaluates = int(self._trainer.state.global_step), in_evaluation(error)
+        if evaluates:
+            incident.evidence["remedy"] = ADVICE["evaluation"]
+        if self._config.on_oom == "raise":
+            return None
+        if evaluates:
+            again, self._evaluated_at = step == self._evaluated_at, step
+            piles_up = self._run.may_enter_again and predictions_pile_up(self._trainer)
+            otherwise = Action.STOP if again else Action.FREE_MEMORY
+            return Claim(incident, Action.MOVE_PREDICTIONS_TO_HOST if piles_up else otherwise)
         last, self._ran_out_at = self._ran_out_at, step
         if last is None or step - last > _LATELY:
             return Claim(incident, Action.FREE_MEMORY)
@@ -640,9 +662,9 @@ SMALLER_BATCHES = (
 # Three things to try, by where memory ran out; elsewhere it is what the recipe says.
 ADVICE = {
     "evaluation": (
-        "Only the evaluation did not fit. (1) Lower per_device_eval_batch_size. (2) Set eval_accumulation_steps, "
-        "so that predictions are moved to the host. (3) Evaluate on shorter rows, or without predictions "
-        "(prediction_loss_only=True)."
+        "Only the evaluation did not fit. (1) Lower per_device_eval_batch_size, or keep less of each batch "
+        "(preprocess_logits_for_metrics, batch_eval_metrics). (2) Set eval_accumulation_steps=1, unless it is. (3) "
+        "Evaluate fewer or shorter rows, or the loss alone (prediction_loss_only)."
     ),
     "generation": (
         "(1) Shorten max_completion_length, or the prompts. (2) Use less permanent memory: LoRA, weights "

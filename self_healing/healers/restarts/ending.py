@@ -28,6 +28,7 @@ from ...failures.recipes import (
 )
 from ...failures.retry import RetryPolicy
 from ...hf.hooks import is_meant
+from ...hf.memory import in_evaluation
 from ...hf.objective import what_is_trained
 from ...hf.trainer_state import loads_more
 from ...journal.incident import Incident
@@ -266,6 +267,8 @@ class Shutdown:
         if ranks is not None and error is not None and ranks["first_failure"]["rank"] != self.run.ranks.rank:
             verdict = f"{ranks['what_happened']}; here: {verdict}"
         trained = what_is_trained(self.run.trainer, error)
+        if error is not None and in_evaluation(error):
+            trained += "[in evaluation]"
         return self.run.journal.write_postmortem(
             verdict, failure, self.step, error, logged, checkpoint, advice, older_checkpoint, None, (), ranks, trained
         )
