@@ -33,6 +33,7 @@ from .deepspeed import engine_of, saves_in_known_order, writes_of
 from .hooks import Failsafe, Hooks
 from .patching import Replacements
 from .reentry import EarlyStop, Reentry
+from .sections import Phase
 from .view import TrainerView
 
 
@@ -112,6 +113,9 @@ class SaveSchedule:
             # Rows are generated for an evaluation as well, and it has no loss that could be left out.
             with self._failsafe.contained(), self._failsafe.together():
                 self._hooks.verify_state()
+        if self._reentry.phase is Phase.IDLE and not self._on_schedule:
+            # `eval_on_start`: it is part of no epoch.
+            return self._failsafe.leaving(original, *args, **kwargs)
         return original(*args, **kwargs)
 
     def save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
