@@ -11,6 +11,7 @@ import socket
 import ssl
 import tomllib
 import traceback
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -182,6 +183,26 @@ def add_note(error: BaseException, note: str) -> None:
         logger.warning("%s (%s takes no note.)", note, type(error).__name__)
 
 
+def drop_own_frames(error: BaseException) -> None:
+    """Takes what lies in between, ours and that of retries, out of the traceback of an error that others raised."""
+    chain = [*_chain_of(error)]
+    if any(isinstance(each, recipes.HealingFailed) for each in chain):
+        return
+    for each in chain:
+        entries, entry = list[types.TracebackType](), each.__traceback__
+        while entry is not None:
+            entries, entry = [*entries, entry], entry.tb_next
+        kept = [entry for entry in entries if not _lies_in_between(entry)]
+        if kept and kept[-1] is entries[-1]:
+            for entry, following in zip(kept, [*kept[1:], None], strict=True):
+                entry.tb_next = following
+            each.__traceback__ = kept[0]
+
+
+def _lies_in_between(entry: types.TracebackType) -> bool:
+    return str(entry.tb_frame.f_globals.get("__name__")).partition(".")[0] in ("self_healing", "tenacity")
+
+
 def attribute_of(holder: Any, name: str) -> Any:
     """Reads an attribute of an exception or of what it carries; `None` also where a property raises."""
     try:
@@ -223,6 +244,15 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__
+
+
+def _chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Gives an exception and those that Python shows before it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _classify_one(error: BaseException) -> FailureType | None:
@@ -436,14 +466,5 @@ def match_known_error(
 
 
 def _texts(error: BaseException | None) -> list[str]:
-    if error is None:
-        return []
-    found: list[str] = []
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        # With notes, as Python prints it; the type with its module, which tells what torch.compile raises.
-        found.append("".join(traceback.format_exception_only(current))[:_LONGEST])
-        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
-    return found
+    # With notes, as Python prints it; the type with its module, which tells what torch.compile raises.
+    return ["".join(traceback.format_exception_only(each))[:_LONGEST] for each in _chain_of(error)]

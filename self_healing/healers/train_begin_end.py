@@ -19,7 +19,7 @@ from typing import Any
 from ..checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint
 from ..checkpoints.marker import TrustLevel, healing_state_of, write_marker
 from ..checkpoints.vetting import vet_weights
-from ..failures.classify import describe_exception
+from ..failures.classify import add_note, describe_exception
 from ..failures.recipes import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
 from ..hf.adapter import Instrument
 from ..hf.trainer_state import save_generated
@@ -483,8 +483,12 @@ def tell_end(run: Run, left_by: BaseException | None) -> None:
     if run.verdict:
         text += f". {run.verdict.removesuffix('.')}"
     if incidents:
-        text += f". More: self-healing report {shlex.quote(str(run.journal.directory))}"
+        text += f". More: {_report_command(run)}"
     announce(text, level, severity)
+
+
+def _report_command(run: Run) -> str:
+    return f"self-healing report {shlex.quote(str(run.journal.directory))}"
 
 
 def _summed_up(incidents: Sequence[Incident]) -> str:
@@ -525,7 +529,7 @@ class RunEvents(Healer):
         terminal, instrument = self._run.terminal, self._run.attached
         if terminal is not None and instrument is not None:
             # And nowhere in between: no code of ours sees what another callback raises there.
-            instrument.stay_within(terminal.speaking)
+            instrument.failsafe.within = terminal.speaking
 
     def before_optimizer_step(self) -> None:
         ring = self._run.rollback.ring
@@ -593,6 +597,9 @@ class RunEvents(Healer):
         if run.wrapped:
             # It outlives the call, and speaks of what becomes of the exception.
             return
+        if not isinstance(error, UnrecoverableTrainingError):
+            of = f"step {run.step} of {int(run.trainer.state.max_steps)}"
+            add_note(error, f"self_healing: stopped at {of}. More: {_report_command(run)}")
         stop_speaking(run, error)
         if run.status is not None and not run.broken:
             run.status.end(RunState.STOPPED, run.step, describe_exception(error))

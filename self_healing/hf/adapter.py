@@ -177,16 +177,6 @@ class Instrument:
         """Hands calls of a method of any object to `wrapper(original, *args, **kwargs)` until [`detach`]."""
         return self.replaced.wrap(holder, name, wrapper)
 
-    def stay_within(self, block: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-        """Has each part of `train()` that calls all the others run in a block, until [`detach`]."""
-
-        def within(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with block():
-                return original(*args, **kwargs)
-
-        for name in ("_evaluate", "_run_epoch", "_finalize_training"):
-            self.replace(self.trainer, name, within)
-
     # ---- the wrapped methods, in the order a step calls them ----
 
     def _on_epoch_begin(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from ..failures import recipes
-from ..failures.classify import classify_exception, comes_from_a_collective
+from ..failures.classify import classify_exception, comes_from_a_collective, drop_own_frames
 from ..failures.recipes import FailureType, HealingFailed, TrainingFault, UnrecoverableTrainingError
 from ..ranks import votes
 from ..system import processes
@@ -144,6 +145,8 @@ class Failsafe:
         self._noting, self._meeting = OnException(self._note), OnException(self._fail_where_ranks_meet)
         # On one of several ranks: what the others have not been told yet.
         self.failure: Exception | None = None
+        # The block that each part of `train()` which calls all the others runs in.
+        self.within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     @property
     def attached(self) -> bool:
@@ -242,16 +245,18 @@ class Failsafe:
 
     def leaving(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps a part of `train()` that calls all the others: an exception that leaves it ends `train()`."""
-        try:
-            return original(*args, **kwargs)
-        except BaseException as error:
-            first = self._lost_device_error if self.tells_of_lost_device(error) else None
-            self._hooks.left_by(error)
-            self.give_back()
-            if first is None or first is error:
-                raise
-        # What was raised on the way out says less than the first exception.
-        raise first
+        with self.within():
+            try:
+                return original(*args, **kwargs)
+            except BaseException as error:
+                first = self._lost_device_error if self.tells_of_lost_device(error) else None
+                drop_own_frames(error)
+                self._hooks.left_by(error)
+                self.give_back()
+                if first is None or first is error:
+                    raise
+            # What was raised on the way out says less than the first exception.
+            raise first
 
 
 def is_meant(error: BaseException) -> bool:

@@ -306,5 +306,5 @@ class Journal:
         self.event("postmortem", ending.step, verdict=ending.verdict, failure=ending.failure.value, path=str(path))
         self.alert("self_healing: run ended", ending.verdict, "error", ending.step)
         written = str(path) if str(path) not in self._broken_sinks else None
-        self.directions = directions_to(written, ending.resume_with)
+        self.directions = directions_to(ending.step, written, ending.resume_with)
         return written

@@ -29,11 +29,11 @@ _OF_A_KNOWN_ERROR = ("name", "cause", "fix", "reference")
 _LOGGED = 20
 
 
-def directions_to(postmortem: str | None, resume_with: str | None) -> str:
+def directions_to(step: int, postmortem: str | None, resume_with: str | None) -> str:
     """The last lines of a run that ended badly: where its postmortem is, and how to resume."""
     written = postmortem or "could not be written; the log above says why"
     go_on = resume_with or "not possible: this run has no checkpoint, please start it again"
-    return f"self_healing: postmortem: {written}\nself_healing: to resume: {go_on}"
+    return f"self_healing: stopped at step {step}. Postmortem: {written}\nself_healing: to resume: {go_on}"
 
 
 def where_to_go_on(checkpoint: str | None) -> str:

@@ -15,7 +15,13 @@ from transformers import TrainingArguments
 from ...checkpoints.choice import newest_checkpoint_of, newest_marked_checkpoint_of
 from ...checkpoints.marker import step_of
 from ...config.healing_config import HealingConfig
-from ...failures.classify import add_note, classify_exception, comes_from_a_collective, describe_exception
+from ...failures.classify import (
+    add_note,
+    classify_exception,
+    comes_from_a_collective,
+    describe_exception,
+    drop_own_frames,
+)
 from ...failures.recipes import (
     ASKS_FOR_A_NEW_RUN,
     FAILURE_RECIPES,
@@ -209,6 +215,7 @@ class Shutdown:
         except Exception:
             logger.exception("The end of the run could not be recorded; the original exception is raised unchanged.")
         # The traceback is what is looked at first.
+        drop_own_frames(error)
         directions = self.run.journal.directions
         if directions is not None:
             add_note(error, directions)
@@ -262,6 +269,8 @@ class Shutdown:
         advice: str | None,
         older_checkpoint: str | None,
     ) -> str | None:
+        if error is not None:
+            drop_own_frames(error)
         logged = self.run.trainer.state.log_history
         ranks = self._ranks(error)
         if ranks is not None and error is not None and ranks["first_failure"]["rank"] != self.run.ranks.rank:
