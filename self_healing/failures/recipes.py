@@ -493,8 +493,8 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         references=("https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management",),
     ),
     FailureType.BAD_DATA: Recipe(
-        diagnosis="A sample cannot be used: it raises while it is loaded or collated, or in the model, it is empty, "
-        "or all of its labels are masked.",
+        diagnosis="A sample cannot be used: it raises while it is loaded or collated, in the model or for a reward "
+        "function, it is empty, or all of its labels are masked.",
         ladder=(
             Action.RETRY_CALL,
             Action.QUARANTINE_SAMPLE,

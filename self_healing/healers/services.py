@@ -8,9 +8,9 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,13 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from ..failures.classify import http_status, is_error
+from ..failures.classify import add_note, classify_exception, http_status, is_error
 from ..failures.recipes import Action, FailureType, NonFiniteReward, text_of
 from ..failures.retry import Retry, RetryPolicy, may_pass
 from ..hf.adapter import Instrument
 from ..hf.patching import Replacements
 from ..hf.saving import wrap_pushes
-from ..journal.incident import Incident
+from ..journal.incident import Incident, counted
 from ..ranks import votes
 from ..run.healer import Claim, Healer, claim_for
 from ..run.run import Run
@@ -40,6 +40,8 @@ _VLLM_REQUESTS = (
     *("generate", "chat", "image_features", "get_sequence_logprobs"),
     *("reset_prefix_cache", "get_server_info", "get_world_size"),
 )
+# `max_bad_fraction` is of this many completions at least, as it is of samples.
+_FEWEST_COMPLETIONS = 100
 
 
 class ServiceCalls(Healer):
@@ -47,9 +49,11 @@ class ServiceCalls(Healer):
     Calls of services that training needs: made again where that may help, with one incident for each call that failed.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, quarantine: Any) -> None:
         self.policy = RetryPolicy.of(run.config, run.sleep)
         self._run = run
+        # `Quarantine`, of a family that this one does not import.
+        self._quarantine = quarantine
         self._instrument: Instrument
         # Of a call that was given up, until its exception has left train().
         self._claimed: Incident | None = None
@@ -57,6 +61,10 @@ class ServiceCalls(Healer):
         self._never_finite: dict[str, Incident] = {}
         # What stands in for a reward function, and the function.
         self._rewards: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+        # Of each reward function: what it was given for a completion that it has answered for.
+        self._answered: dict[str, dict[str, Any]] = {}
+        # Completions that a reward function has raised for.
+        self._without_value = 0
 
     # ---- what is called: rewards, a rollout function, a vLLM server, on several ranks code of the user's ----
 
@@ -109,12 +117,21 @@ class ServiceCalls(Healer):
         self._rewards.clear()
 
     def _function(self, reward: Callable[..., Any], service: str) -> Callable[..., Any]:
+        async def ask(**arguments: Any) -> Any:
+            return reward(**arguments)
+
         @functools.wraps(reward)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            return self.call(service, self._mark(), answered, *args, **kwargs)
+            asked = _Asked(service, ask, kwargs, self._mark())
+            return self.call(service, asked.rewind, answered, asked, *args, **kwargs)
 
-        def answered(*args: Any, **kwargs: Any) -> Any:
-            return _checked(reward(*args, **kwargs))
+        def answered(asked: _Asked, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return self._answer(asked, reward(*args, **kwargs))
+            except Exception as error:
+                failed = self._of_completions(error, asked)
+            # Outside the handler, so that the exception keeps the context it came with.
+            return _result_of(self._ask_again(asked, failed))
 
         # Partials and callable objects have no name that `functools.wraps` could copy; metrics are named after it.
         guarded.__name__ = _name(reward)
@@ -124,11 +141,15 @@ class ServiceCalls(Healer):
         @functools.wraps(reward)
         async def guarded(*args: Any, **kwargs: Any) -> Any:
             # Of several that run at the same time, none can take back what the others have drawn or logged.
-            rewind = self._mark() if alone else lambda: None
-            return await self.call_async(service, rewind, answered, *args, **kwargs)
+            asked = _Asked(service, reward, kwargs, self._mark() if alone else lambda: None)
+            return await self.call_async(service, asked.rewind, answered, asked, *args, **kwargs)
 
-        async def answered(*args: Any, **kwargs: Any) -> Any:
-            return _checked(await reward(*args, **kwargs))
+        async def answered(asked: _Asked, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return self._answer(asked, await reward(*args, **kwargs))
+            except Exception as error:
+                failed = self._of_completions(error, asked)
+            return await self._ask_again(asked, failed)
 
         guarded.__name__ = _name(reward)
         return guarded
@@ -186,6 +207,77 @@ class ServiceCalls(Healer):
                 self._instrument.ledger.rewind_stores(stores)
 
         return rewind
+
+    # ---- a reward function that raises: for which completions? ----
+
+    def _answer(self, asked: _Asked, answer: Any) -> Any:
+        answer = _checked(answer)
+        if asked.service not in self._answered and asked.count:
+            self._answered[asked.service] = asked.part([0])
+        return answer
+
+    def _of_completions(self, error: Exception, asked: _Asked) -> Exception:
+        """Gives the exception back if completions may be to blame for it; raises it else."""
+        # One that has met other ranks cannot begin again alone.
+        alone = None is not asked.begun == votes.collectives_begun()
+        if alone and _is_of_the_code(error) and asked.count > 0 and self._run.config.on_bad_sample != "raise":
+            return error
+        raise error
+
+    async def _ask_again(self, asked: _Asked, error: Exception) -> list[Any]:
+        """Asks once more, then without the completions that the function raises for; raises if it is the code."""
+        began = time.perf_counter()
+        rewards, bad = await asked.answers(range(asked.count)), list[int]()
+        if rewards is None:
+            bad = await self._at_fault(asked, error)
+            left = [place for place in range(asked.count) if place not in bad]
+            answers = await asked.answers(left) if left else []
+            if answers is None:
+                raise error
+            rewards = _spread(answers, left, asked.count)
+        with self._contained():
+            self._tell_of(asked, error, bad, time.perf_counter() - began)
+        return rewards
+
+    async def _at_fault(self, asked: _Asked, error: Exception) -> list[int]:
+        """Finds the completions that the function raises for by themselves, by halves; raises where it is the code."""
+        known = self._answered.get(asked.service)
+        if known is not None and await asked.answers([0], known) is None:
+            # It had an answer for this one.
+            raise error
+        drawn = max((self._run.step + 1) * asked.count, _FEWEST_COMPLETIONS)
+        limit = int(self._run.config.max_bad_fraction * drawn) - self._without_value
+        bad, parts = list[int](), _halves(range(asked.count))
+        while parts and len(bad) <= limit:
+            part = parts.pop()
+            if await asked.answers(part) is not None:
+                continue
+            if len(part) == 1:
+                bad += part
+            else:
+                parts += _halves(part)
+        if known is None and len(bad) == asked.count:
+            raise error
+        if len(bad) > limit:
+            raised = counted(self._without_value + len(bad), "completion")
+            add_note(error, f"{asked.service} has raised for {raised}, more than max_bad_fraction allows.")
+            raise error
+        return bad
+
+    def _tell_of(self, asked: _Asked, error: Exception, bad: list[int], seconds: float) -> None:
+        run, service = self._run, asked.service
+        # It may quote a completion.
+        message = text_of(error)[:500] if run.config.quarantine_text else ""
+        cause = f"{service}, {len(bad)} of {counted(asked.count, 'completion')}" if bad else service
+        self._without_value += len(bad)
+        with run.incident(run.step, type(error).__name__, {"service": service, "message": message}) as opened:
+            opened.incident.seconds_lost = seconds
+            opened.diagnosed(FailureType.BAD_DATA, cause)
+            opened.acted(Action.RETRY_CALL, service=service)
+            if bad:
+                self._quarantine.add_completions(asked.part(bad), service, error, opened.incident)
+                opened.acted(Action.QUARANTINE_SAMPLE, file=str(self._quarantine.path), completions=bad)
+            opened.close("resolved")
 
     # ---- a call, again if need be ----
 
@@ -358,6 +450,67 @@ class _Call:
     answer: Any = None
 
 
+@dataclass(slots=True)
+class _Asked:
+    """A call of a reward function, which can be asked again, for some of its completions."""
+
+    service: str
+    ask: Callable[..., Awaitable[Any]]
+    arguments: dict[str, Any]
+    rewind: Callable[[], None]
+    begun: int | None = field(default_factory=votes.collectives_begun)
+
+    @property
+    def count(self) -> int:
+        completions = self.arguments.get("completions")
+        return len(completions) if isinstance(completions, list) else 0
+
+    def part(self, places: Sequence[int]) -> dict[str, Any]:
+        """What it is given for some completions: of each list the entries of these."""
+        part = dict(self.arguments)
+        for name, value in part.items():
+            if isinstance(value, list) and len(value) == self.count:
+                part[name] = [value[place] for place in places]
+        if callable(log := part.get("log_extra")):
+            part["log_extra"] = lambda column, values: log(column, _spread(values, places, self.count))
+        return part
+
+    async def answers(self, places: Sequence[int], arguments: dict[str, Any] | None = None) -> list[Any] | None:
+        """Asks for some completions, or with other arguments; `None` if it raises, and not for want of a service."""
+        self.rewind()
+        try:
+            rewards = list(await self.ask(**(arguments or self.part(places))))
+        except Exception as error:
+            if not _is_of_the_code(error):
+                raise
+            return None
+        return rewards if len(rewards) == len(places) else None
+
+
+def _result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a coroutine that waits for nothing."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+
+
+def _spread(values: Sequence[Any], places: Sequence[int], count: int) -> list[Any]:
+    """Gives values their places among all; the others have none."""
+    known = dict(zip(places, values, strict=False))
+    return [known.get(place) for place in range(count)]
+
+
+def _halves(part: Sequence[int]) -> list[Sequence[int]]:
+    middle = max(len(part) // 2, 1)
+    return [half for half in (part[middle:], part[:middle]) if half]
+
+
+def _is_of_the_code(error: Exception) -> bool:
+    """Whether an exception is of the user's code, and of no service, memory or device."""
+    return not may_pass(error) and classify_exception(error) is FailureType.USER_CODE
+
+
 class _MetOthers(Exception):
     """Carries an exception past the retries."""
 
@@ -368,12 +521,15 @@ class _MetOthers(Exception):
 
 def _checked(answer: Any) -> Any:
     """Returns the answer of a reward function, if none of its rewards is NaN or infinite."""
+    if isinstance(answer, Iterator):
+        # It may raise, too.
+        answer = list(answer)
     if isinstance(answer, (torch.Tensor, np.ndarray)):
         rewards = answer.tolist()
     elif isinstance(answer, (list, tuple)):
         rewards = list(answer)
     else:
-        # Whatever it is (a generator), the trainer is the first to look at it.
+        # Whatever it is, the trainer is the first to look at it.
         return answer
     places = [place for place, reward in enumerate(rewards) if _is_not_finite(reward)]
     if places:

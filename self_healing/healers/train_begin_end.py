@@ -36,6 +36,7 @@ from ..system.files import remove_leftovers
 from ..system.processes import Process, contained
 from .assembly import load_state
 from .data.healer import SampleHealer
+from .data.quarantine import Quarantine
 from .hangs.healer import HangWatch
 from .numerics.detectors.rules import MetricRule
 from .numerics.judge import StepJudge
@@ -187,7 +188,7 @@ def _go_on(run: Run, first: bool, resumed_from: str | None, finite: bool) -> Non
 
 def _healers_of(run: Run) -> Healers:
     """What heals one `train()` call, in the order in which it is attached, told of events, and asked for claims."""
-    calls = ServiceCalls(run)
+    calls = ServiceCalls(run, run.part(Quarantine))
     return Healers(
         (
             RunEvents(run),

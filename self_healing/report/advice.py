@@ -150,6 +150,8 @@ def _once(steps: Sequence[NextStep]) -> list[NextStep]:
 
 
 def _about_rows(directory: Path, quarantine: Sequence[Entry]) -> Iterable[NextStep]:
+    # What was generated is not there to be repaired.
+    quarantine = [row for row in quarantine if row["kind"] != "completion"]
     if quarantine:
         named = ", ".join(row["name"] for row in quarantine[:3]) + (", ..." if len(quarantine) > 3 else "")
         yield NextStep(

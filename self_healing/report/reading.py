@@ -253,12 +253,11 @@ def _only_attempt(started: Mapping[str, Any]) -> Entry:
 
 
 def _row(line: Mapping[str, Any]) -> Entry:
-    sample = line.get("kind") == "bad_sample"
+    kind = str(line.get("kind", "row")).removeprefix("bad_")
     why = f"it raises in the model ({line['raises']})" if line.get("raises") else "it makes a step non-finite"
-    if sample:
+    if kind != "row":
         raised = ": ".join(str(line[key]) for key in ("error_type", "error") if line.get(key))
         why = f"{line.get('problem', 'it cannot be used')}{f' ({raised})' if raised else ''}"
-    kind = "sample" if sample else "row"
     return {
         "name": _name(line, kind),
         "kind": kind,
@@ -277,6 +276,8 @@ def _name(line: Mapping[str, Any], what: str) -> str:
     if line.get("stream_ordinal") is not None:
         shard = "" if line.get("shard") is None else f" of shard {line['shard']}"
         return f"{what} {line['stream_ordinal']}{shard} of the stream"
+    if what == "completion":
+        return f"a completion at step {line.get('step')}"
     if line.get("micro_batch") is not None:
         return f"{what} {line.get('row')} of micro-batch {line['micro_batch']}"
     return f"a {what}"

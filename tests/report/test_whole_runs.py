@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shutil
@@ -160,6 +161,21 @@ def evaluation_too_big(directory: Path, tokenizer: Any) -> None:
         SelfHealingTrainer(trainer).train()
 
 
+def reward_that_raises(directory: Path, tokenizer: Any) -> None:
+    """A judge that cannot read one completion, and later does not answer once."""
+    asked, unreadable = list[int](), list[str]()
+
+    def judge(completions: list[str], **_: Any) -> list[float]:
+        asked.append(len(completions))
+        if len(asked) == 3:
+            unreadable.append(completions[5])
+        if len(asked) == 20:
+            raise KeyError("score")
+        return [float(len(set(each))) if each not in unreadable else json.loads(each)["score"] for each in completions]
+
+    SelfHealingTrainer(grpo_trainer(directory, tokenizer, reward_funcs=judge, max_steps=12)).train()
+
+
 RUNS: dict[str, Callable[[Path, Any], None]] = {
     "learned_nothing": learned_nothing,
     "disk_full_to_the_end": disk_full_to_the_end,
@@ -167,6 +183,7 @@ RUNS: dict[str, Callable[[Path, Any], None]] = {
     "layerwise_with_nan": layerwise_with_nan,
     "adversarial_with_lost_connection": adversarial_with_lost_connection,
     "evaluation_too_big": evaluation_too_big,
+    "reward_that_raises": reward_that_raises,
 }
 
 

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ...failures.recipes import Action, text_of
 from ...hf.batches import content_hash, row_text
 from ...hf.dataloader import RowSource
 from ...hf.step import Window
+from ...journal.incident import Incident
 from ...run.healer import CarryOut, HealingContext
 from ...run.run import RankNotices
 from ...system.files import append_line, parse_lines
@@ -275,6 +277,17 @@ class Quarantine:
                 append_line(str(self.path), line)
         except OSError:
             logger.warning("%s could not be written; the rows were dropped all the same.", self.path, exc_info=True)
+
+    def add_completions(self, given: Mapping[str, Any], reward: str, error: Exception, incident: Incident) -> None:
+        """Writes down completions that a reward function raises for, of what it is given for them."""
+        about: dict[str, Any] = dict.fromkeys(("dataset_index", "segment", "stream_ordinal"))
+        about |= {"kind": "completion", "problem": f"{reward} raises for it", "error_type": type(error).__name__}
+        lines = []
+        for prompt, completion in zip_longest(given.get("prompts", ()), given["completions"]):
+            text = {"prompt": str(prompt), "preview": str(completion), "error": text_of(error)[:500]}
+            known = text if self._keep_text else dict.fromkeys(text)
+            lines.append(about | known | {"content_hash": content_name(text["prompt"], text["preview"])})
+        self.add(lines, incident.step, None, incident.id)
 
     def share(self, blocked: Sequence[tuple[SampleName, str]], keys: Sequence[str] = ()) -> None:
         """Tells the other ranks which samples, and why, and which rows this one does not use any more."""
