@@ -128,6 +128,7 @@ def _attach(run: Run, first: bool) -> None:
     instrument = run.instrument
     instrument.attach()
     run.healers.attach(first=first)
+    _tell_of_callbacks(run)
     if first:
         refuse_wrong_sums(run)
     if run.wrapped:
@@ -141,6 +142,20 @@ def _attach(run: Run, first: bool) -> None:
     if run.config.on_preemption == "save":
         run.part(Preemption).listen()
         instrument.on_detach.append(run.part(Preemption).release)
+
+
+def _tell_of_callbacks(run: Run) -> None:
+    """Tells all ranks, if one has callbacks that may ask for what ranks do together; none begins before all know."""
+    saves = run.instrument.saves
+    events = saves.asked_in_here()
+
+    def tell() -> dict[str, list[str]]:
+        saves.asked_in.update(events)
+        return {"events": events}
+
+    run.news.on("callbacks", lambda _, record: saves.asked_in.update(record["events"]))
+    if events:
+        run.news.tell("callbacks", tell)
 
 
 def _go_on(run: Run, first: bool, resumed_from: str | None, finite: bool) -> None:

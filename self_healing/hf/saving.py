@@ -31,6 +31,7 @@ from ..system.files import STATE_FILE
 from ..system.random_state import RandomState
 from .deepspeed import engine_of, saves_in_known_order, writes_of
 from .hooks import Failsafe, Hooks
+from .optimizer import takes_part
 from .patching import Replacements
 from .reentry import EarlyStop, Reentry
 from .sections import Phase
@@ -38,6 +39,16 @@ from .view import TrainerView
 
 
 logger = logging.getLogger("self_healing")
+
+# What callbacks ask for, the events in which they ask for what follows a step, and those of what follows.
+_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+_IN_STEP = ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_epoch_end")
+_AFTER_STEP = ("on_log", "on_evaluate", "on_save")
+_DIFFERENT = (
+    "Step %d: %s is %s on rank 0, and not on rank %s: a callback decides on one rank alone, by a clock or what only "
+    "that rank knows. Ranks save, evaluate and stop together, so all do as rank 0 does, now and whenever they differ. "
+    "Please have it decide alike on all."
+)
 
 
 class SaveSchedule:
@@ -61,6 +72,9 @@ class SaveSchedule:
         self._best_before: tuple[float | None, int | None] = (None, None)
         # The newest that was logged.
         self._training_loss: float | None = None
+        # Of several ranks: the events in which callbacks of the user's may ask for something, on any of them.
+        self.asked_in: set[str] = set()
+        self._told_of_flags = False
 
     def log_evaluate_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Wraps `_maybe_log_save_evaluate`, with which a step is over: asks for a checkpoint that is owed."""
@@ -68,16 +82,45 @@ class SaveSchedule:
             self._reentry.events_begin()
         except Exception as error:
             self._failsafe.contain(error)
+        if not self.asked_in.isdisjoint(_IN_STEP):
+            self._as_on_first_rank()
         control, state = self._trainer.control, self._trainer.state
         if self.watch.owed and (control.should_training_stop or not self.watch.open):
             control.should_save = True
         self._best_before = state.best_metric, state.best_global_step
         self._on_schedule, self._held_back = True, False
+        follows = control.should_log or control.should_evaluate or control.should_save
         try:
             original(*args, **kwargs)
         finally:
             self._on_schedule = False
+        if follows and not self.asked_in.isdisjoint(_AFTER_STEP):
+            self._as_on_first_rank()
         self._reentry.events_done += 1
+
+    def asked_in_here(self) -> list[str]:
+        """Lists the events in which callbacks of the user's may ask for something, on this rank."""
+        libraries = ("transformers", "trl", "accelerate", "peft")
+        handler = self._trainer.callback_handler
+        users = [each for each in handler.callbacks if type(each).__module__.partition(".")[0] not in libraries]
+        return [event for event in (*_IN_STEP, *_AFTER_STEP) if any(takes_part(each, event) for each in users)]
+
+    def _as_on_first_rank(self) -> None:
+        """Has all ranks do what callbacks ask for on the first one."""
+        control, device = self._trainer.control, self._view.device
+        own = [float(getattr(control, flag)) for flag in _FLAGS]
+        with self._failsafe.contained(), self._failsafe.together():
+            first = own if processes.is_first_rank() else [0.0] * len(own)
+            asked = votes.sum_over_ranks("what callbacks ask for", [*own, *first], device)
+            for flag, ranks, wanted in zip(_FLAGS, asked, map(bool, asked[len(own) :]), strict=False):
+                if ranks in (0.0, self._view.world_size):
+                    continue
+                differ = votes.ranks_where(flag, getattr(control, flag) != wanted, device)
+                setattr(control, flag, wanted)
+                if self._told_of_flags or not processes.is_first_rank():
+                    continue
+                self._told_of_flags = True
+                logger.warning(_DIFFERENT, self._view.step, flag, wanted, ", ".join(map(str, differ)))
 
     def log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         """Wraps `log`: adds metrics of ours."""
