@@ -64,6 +64,10 @@ _OTHERWISE = {
 }
 
 
+# How far, relatively, a loss is above another that is clearly better, at most: a run with less noise tells sooner.
+CLEARLY = 0.1
+
+
 class Rollback:
     """Puts earlier states of a run in its place: for an experiment, or to go on from, the steps since then again."""
 
@@ -312,6 +316,7 @@ class Rollback:
         finished: bool = False,
         loss_in_question: bool = False,
         unlike_from: int | None = None,
+        clearly: float = CLEARLY,
     ) -> Replayed:
         """Applies the steps since the state gone back to again, bit for bit."""
         snapshot = self._gone_back_to
@@ -322,8 +327,8 @@ class Rollback:
         if not votes.all_ranks("can replay", recordings is not None, self.states.device) or recordings is None:
             why = "not all of the steps since then are kept: their rows were generated, left out, or too many"
             return Replayed(None, why=why)
-        replay = Replay(self, snapshot, window, recordings, still_well, finished, loss_in_question, unlike_from)
-        replayed = replay.run()
+        fault = loss_in_question, unlike_from, clearly
+        replayed = Replay(self, snapshot, window, recordings, still_well, finished, *fault).run()
         if replayed.steps is not None:
             self._gone_back_to = None
             self.states.displaced = False
@@ -378,6 +383,8 @@ class Replay:
     loss_in_question: bool
     # The first step that need not come out as it was.
     unlike_from: int | None
+    # How far, relatively, a loss that was recorded is above the one there is now where a fault was in it.
+    clearly: float
 
     def run(self) -> Replayed:
         """Applies the steps; leaves the run after them, or in the state that they begin with."""
@@ -439,9 +446,14 @@ class Replay:
         pairs = list[tuple[float, float]]()
         for recording, now in zip(self.recordings, losses, strict=False):
             was, unlike = recording.control.loss, self.unlike_from is not None and recording.step >= self.unlike_from
-            if unlike or not math.isfinite(was) or was > now + 0.1 * abs(now):
+            if unlike or not math.isfinite(was):
                 break
             pairs.append((was, now))
+            if was > now + self.clearly * abs(now):
+                # It may have begun with less.
+                while pairs and pairs[-1][0] > pairs[-1][1] and not _is_same(*pairs[-1]):
+                    pairs.pop()
+                break
         return pairs
 
     def _why_another(self, replays: Sequence[Sequence[float]]) -> str:

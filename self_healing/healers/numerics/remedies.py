@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 
 from ...failures.recipes import Action, FailureType
 from ...hf.state import reset_moments
+from ...rollback.rollback import CLEARLY
 from ...run.healer import CarryOut, HealingContext
 from ...run.run import Run
 from ..inspection import check_data_quality, check_model_init, vocabulary_of
@@ -115,12 +116,15 @@ class NumericsRemedies:
             FailureType.REPLICAS_DIFFER,
             FailureType.OUT_OF_MEMORY,
         )
+        trend = numerics.panel.loss_trend
         replayed = self._rollback.replay(
             window,
             numerics.is_well,
             finished=context.finished,
             loss_in_question=not of_the_state,
             unlike_from=context.unlike_from,
+            # Where the loss is what was noticed, it has risen by more than that.
+            clearly=CLEARLY if of_the_state or not trend.ready else min(CLEARLY, 0.5 * trend.scale),
         )
         if replayed.steps is None:
             context.incident.figures.append(f"the steps since then were not kept: {replayed.why}")
