@@ -115,11 +115,12 @@ class HealingConfig:
     # The heading of these options in `--help`, read by `HfArgumentParser`.
     _argument_group_name: ClassVar[str] = "self-healing"
 
-    on_nonfinite: Annotated[Literal["heal", "skip", "warn", "raise"], Setting("nonfinite")] = setting(
+    on_nonfinite: Annotated[Literal["heal", "skip", "warn", "watch", "raise"], Setting("nonfinite")] = setting(
         "heal",
         "What to do when the loss or the gradient norm of a step is not finite: `heal` finds the cause by experiment "
-        "and repairs the step, `skip` skips the step without a diagnosis, `warn` only reports it and applies the "
-        "step as the plain trainer would, `raise` stops with an error before the step is applied.",
+        "and repairs the step, `skip` (or `warn`) reports it and skips the step without a diagnosis, `watch` only "
+        "reports it and applies the step as the plain trainer would, `raise` stops with an error before the step is "
+        "applied.",
     )
     nan_patience: Annotated[int, Setting("nonfinite", at_least=1)] = setting(
         3,

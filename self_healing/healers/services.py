@@ -372,7 +372,7 @@ class ServiceCalls(Healer):
         else:
             # It could not be reached first, which has passed.
             self._reached(call)
-        stops = error.all_of_them and self._run.config.on_nonfinite != "warn"
+        stops = error.all_of_them and self._run.config.on_nonfinite != "watch"
         if stops and run.stop_incident is None:
             evidence["diagnosis"] = (
                 f"{call.service}: {text_of(error)}, however often it is asked: nothing to learn from"

@@ -77,7 +77,7 @@ def enter(
     run.attached = run.instrument = instrument = Instrument(
         trainer,
         run.healers,
-        heals_exceptions=run.config.on_nonfinite in ("heal", "skip"),
+        heals_exceptions=run.config.on_nonfinite in ("heal", "skip", "warn"),
         started_at=run.started_at,
         heartbeat=run.heartbeat,
     )
@@ -255,8 +255,8 @@ def refuse_nonfinite_weights(run: Run, resumed_from: str | None) -> bool:
     incident = run.journal.open(step, "nonfinite_weights", {"tensors": found[:20], "from": resumed_from})
     run.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, "corrupted from the start", {})
     text = f"The weights or the optimizer state that training would begin with are not finite ({names}; {origin})."
-    if run.config.on_nonfinite == "warn":
-        logger.warning("%s Training goes on anyway, because on_nonfinite='warn'.", text)
+    if run.config.on_nonfinite == "watch":
+        logger.warning("%s Training goes on anyway, because on_nonfinite='watch'.", text)
         run.journal.closed(incident, "reported")
         return False
     trusted = find_trusted_checkpoint(str(instrument.trainer.args.output_dir))
@@ -387,7 +387,7 @@ def end_run(run: Run, instrument: Instrument, step: int) -> None:
 # What is healed, by which setting and with which of its values, and where: in steps, in steps that can be computed in
 # another way, anywhere inside of `train()`, or around it.
 _HEALED = (
-    ("NaN/Inf", "on_nonfinite", ("heal", "skip"), "steps"),
+    ("NaN/Inf", "on_nonfinite", ("heal", "skip", "warn"), "steps"),
     ("spikes", "on_spike", ("heal",), "steps"),
     ("divergence", "on_divergence", ("heal",), "steps"),
     ("out of memory", "on_oom", ("heal", "backup"), "steps"),

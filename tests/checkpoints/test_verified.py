@@ -109,7 +109,7 @@ def test_nan_that_no_loss_shows_is_healed_before_it_is_saved(
 def only_reported(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     """Nothing is healed: the NaN stays in the weights and goes into the checkpoints of steps 16, 24 and 28."""
     directory = tmp_path_factory.mktemp("reported")
-    healing = SelfHealingCallback(HealingConfig(on_nonfinite="warn", **SELDOM))
+    healing = SelfHealingCallback(HealingConfig(on_nonfinite="watch", **SELDOM))
     trainer_for(directory, tokenizer, healing, SilentFault(unread_row(tokenizer), 14), **SAVING)
     return directory
 
@@ -125,7 +125,7 @@ def test_a_checkpoint_that_holds_nan_is_suspect_and_never_verified(only_reported
 
 
 def test_a_model_that_is_not_finite_is_not_the_best(tmp_path: Path, tokenizer: Any) -> None:
-    healing = SelfHealingCallback(HealingConfig(on_nonfinite="warn"))
+    healing = SelfHealingCallback(HealingConfig(on_nonfinite="watch"))
     fault = SilentFault(unread_row(tokenizer), 4)
     trainer = best_model_trainer(tmp_path, tokenizer, EvalLoss(rises=False), healing, fault)
     trainer.train()

@@ -191,7 +191,7 @@ def test_a_failure_of_ours_while_recovering_leaves_the_users_exception(
 
 def test_a_run_that_is_only_watched_reports_a_dead_model_once(tmp_path: Path, tokenizer: Any) -> None:
     trainer = sft_trainer(
-        tmp_path, tokenizer, max_steps=8, callbacks=[SelfHealingCallback(HealingConfig(on_nonfinite="warn"))]
+        tmp_path, tokenizer, max_steps=8, callbacks=[SelfHealingCallback(HealingConfig(on_nonfinite="watch"))]
     )
     fault = OutputFault(trainer.model, strike=lambda forward: forward >= 5)
     trainer.train()

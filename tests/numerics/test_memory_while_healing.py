@@ -203,7 +203,7 @@ def test_without_memory_beside_a_step_that_is_sound_training_goes_on(
     assert_same_weights(found, weights(undisturbed.trainer))
 
 
-@pytest.mark.parametrize("on_nonfinite", ["heal", "warn"])
+@pytest.mark.parametrize("on_nonfinite", ["heal", "watch"])
 def test_a_failure_of_ours_lets_no_step_through_that_would_be_left_out(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any, on_nonfinite: str
 ) -> None:
@@ -216,4 +216,4 @@ def test_a_failure_of_ours_lets_no_step_through_that_would_be_left_out(
 
     assert "has switched itself off" in caplog.text
     finite = all(torch.isfinite(value).all() for value in weights(case.trainer).values())
-    assert finite == (on_nonfinite != "warn")
+    assert finite == (on_nonfinite != "watch")

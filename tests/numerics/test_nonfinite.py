@@ -217,8 +217,9 @@ def test_on_nonfinite_raise_stops_before_the_step(tmp_path: Path, tokenizer: Any
     assert all(torch.isfinite(value).all() for value in weights(trainer).values())
 
 
-def test_on_nonfinite_skip_skips_without_diagnosis(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(HealingConfig(on_nonfinite="skip"))])
+@pytest.mark.parametrize("word", ["skip", "warn"])
+def test_on_nonfinite_skip_skips_without_diagnosis(tmp_path: Path, tokenizer: Any, word: str) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(HealingConfig(on_nonfinite=word))])
     fault = OutputFault(trainer.model, strike=lambda forward: forward == 5)
     trainer.train()
     assert (fault.fired, fault.forwards) == (1, 12)
@@ -226,12 +227,12 @@ def test_on_nonfinite_skip_skips_without_diagnosis(tmp_path: Path, tokenizer: An
     assert all(torch.isfinite(value).all() for value in weights(trainer).values())
 
 
-def test_on_nonfinite_warn_changes_nothing(tmp_path: Path, tokenizer: Any) -> None:
+def test_on_nonfinite_watch_changes_nothing(tmp_path: Path, tokenizer: Any) -> None:
     plain = sft_trainer(tmp_path / "plain", tokenizer)
     OutputFault(plain.model, strike=lambda forward: forward == 5)
     plain.train()
     trainer = sft_trainer(
-        tmp_path / "warned", tokenizer, callbacks=[SelfHealingCallback(HealingConfig(on_nonfinite="warn"))]
+        tmp_path / "warned", tokenizer, callbacks=[SelfHealingCallback(HealingConfig(on_nonfinite="watch"))]
     )
     fault = OutputFault(trainer.model, strike=lambda forward: forward == 5)
     trainer.train()

@@ -125,7 +125,7 @@ def test_weights_that_are_not_finite_at_the_end_are_not_for_use(ended: MadeUpDir
 
 
 def test_a_run_that_only_warns_of_nan_ends_with_weights_that_are_not_for_use(tmp_path: Path, tokenizer: Any) -> None:
-    config = HealingConfig(on_nonfinite="warn")
+    config = HealingConfig(on_nonfinite="watch")
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config)])
     OutputFault(trainer.model, strike=lambda forward: forward == 5)
     trainer.train()

@@ -69,7 +69,7 @@ class NumericsHealer:
     @property
     def acts(self) -> bool:
         """Whether anything is done about a step that is not finite."""
-        return self.config.on_nonfinite != "warn" and self.run.instrument.view.can_recompute
+        return self.config.on_nonfinite != "watch" and self.run.instrument.view.can_recompute
 
     def ranks_where(self, question: str, flag: bool) -> dict[str, list[int]]:
         """Evidence of the ranks on which something is so; none on one process. Every rank has to come."""
