@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from .callback import HealingActions as HealingActions
+    from .actions import HealingActions as HealingActions
     from .callback import SelfHealingCallback as SelfHealingCallback
     from .checkpoints.choice import CheckpointError as CheckpointError
     from .checkpoints.choice import find_trusted_checkpoint as find_trusted_checkpoint
@@ -29,12 +29,15 @@ if TYPE_CHECKING:
     from .healers.inspection import check_data_quality as check_data_quality
     from .healers.inspection import check_model_init as check_model_init
     from .healers.numerics.clipping import ZClip as ZClip
+    from .healers.numerics.nan_detector import NaNDetector as NaNDetector
     from .hf.objective import StepSignals as StepSignals
     from .journal.incident import Incident as Incident
     from .report.healing_report import HealingReport as HealingReport
     from .rollback.ring import SnapshotRing as SnapshotRing
     from .rollback.snapshots import Snapshot as Snapshot
     from .run.healer import HealingContext as HealingContext
+    from .tools.judge import Judgement as Judgement
+    from .tools.judge import judge_log as judge_log
     from .tools.replay import ReplayReport as ReplayReport
     from .tools.replay import replay as replay
     from .tools.replay_model import ReplayError as ReplayError
@@ -52,12 +55,14 @@ _MODULE_OF = {
     "DryRunReport": "healers.dry_run",
     "FailureType": "failures.recipes",
     "Finding": "healers.inspection",
-    "HealingActions": "callback",
+    "HealingActions": "actions",
     "HealingConfig": "config.healing_config",
     "HealingContext": "run.healer",
     "HealingReport": "report.healing_report",
     "Incident": "journal.incident",
     "Inspection": "healers.inspection",
+    "Judgement": "tools.judge",
+    "NaNDetector": "healers.numerics.nan_detector",
     "Recipe": "failures.recipes",
     "ReplayError": "tools.replay_model",
     "ReplayReport": "tools.replay",
@@ -73,6 +78,7 @@ _MODULE_OF = {
     "check_model_init": "healers.inspection",
     "classify_exception": "failures.classify",
     "find_trusted_checkpoint": "checkpoints.choice",
+    "judge_log": "tools.judge",
     "replay": "tools.replay",
 }
 

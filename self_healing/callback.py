@@ -1,10 +1,10 @@
-"""SelfHealingCallback passes the Trainer's events to the healers; HealingActions are remedies for users' own code."""
+"""SelfHealingCallback passes the Trainer's events to the healers."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,16 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from .actions import HealingActions
 from .checkpoints.choice import CheckpointError, refuse_unwritable
 from .checkpoints.marker import healing_state_of
 from .config.healing_config import HealingConfig, as_config
 from .config.schema import ConfigurationError
-from .failures.recipes import Action, HealingFailed, TrainingFault, UnrecoverableTrainingError
+from .failures.recipes import HealingFailed, TrainingFault, UnrecoverableTrainingError
 from .healers.assembly import assemble, state_of
+from .healers.numerics.clipping import ZClip
 from .healers.numerics.detectors.rules import MetricRule, load_rules
+from .healers.numerics.state import NumericsState
 from .healers.restarts.attempts import Attempts
 from .healers.restarts.ending import ending_the_job
 from .healers.restarts.preemption import Preemption
@@ -34,8 +37,9 @@ from .hf.saving import leave_out_of_uploads
 from .journal.incident import Incident
 from .journal.terminal import speaking_of
 from .ranks.votes import meet
-from .run.healer import HealingContext
+from .report.healing_report import HealingReport
 from .run.run import Run
+from .run.status import read_status
 from .system import processes
 from .system.files import hide_from_uploads, own_patterns
 from .system.processes import log_safely
@@ -48,6 +52,10 @@ logger = logging.getLogger("self_healing")
 
 
 _RUN_ATTRIBUTE = "_self_healing_run"
+
+
+def _of_report(name: str) -> Any:
+    return property(lambda self: getattr(self.get_report(), name))
 
 
 class SelfHealingCallback(TrainerCallback, ExportableState):
@@ -78,11 +86,12 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     ) -> None:
         self.config = config = as_config(config)
         self.run: Run | None = None
-        self.actions = HealingActions(self)
+        self.actions = HealingActions(config, self)
         # Read now, so that a mistake in the file is known before the run begins.
         self._rules = _rules_of(config)
         self._trainer = trainer
         self._saved_state: dict[str, Any] | None = None
+        self._trainer_state: Any = None
         # Set by the wrapper where the run trains without healing.
         self.off = False
 
@@ -110,7 +119,51 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy goes on from what is remembered; threads and the trainer of the run are not part of it.
-        return vars(self) | {"run": None, "_saved_state": self.healing_state}
+        return vars(self) | {"run": None, "_saved_state": self.healing_state, "_trainer_state": None}
+
+    def get_state(self) -> dict[str, Any]:
+        """What healing has learned so far, as JSON; empty before a run."""
+        return self.healing_state or {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Has the next run that goes on from a checkpoint go on from what [`get_state`] gave."""
+        self.healing_state = dict(state) or None
+
+    # ---- to be read, during a run and after it ----
+
+    def get_report(self) -> HealingReport:
+        """Reports the run that the callback heals, or has healed last; an empty report before the first one."""
+        return HealingReport() if self.run is None else report_of(self.run)
+
+    @property
+    def zclip(self) -> ZClip | None:
+        """The statistic of gradient norms; `None` without a run, and where it is off."""
+        clipping = None if self.run is None else self.run.part(NumericsState).clipping
+        return None if clipping is None else clipping.zclip
+
+    @property
+    def loss_history(self) -> list[float]:
+        """The losses that the trainer has logged."""
+        return self._logged("loss")
+
+    @property
+    def grad_norm_history(self) -> list[float]:
+        """The gradient norms that the trainer has logged."""
+        return self._logged("grad_norm")
+
+    def _logged(self, name: str) -> list[float]:
+        history = [] if self._trainer_state is None else self._trainer_state.log_history
+        return [float(entry[name]) for entry in history if name in entry]
+
+    # As in [`HealingReport`], whose docstrings say what they are.
+    nan_count, recovery_actions = _of_report("nan_count"), _of_report("callback_actions")
+    lr_reductions, batch_reductions = _of_report("lr_reductions"), _of_report("batch_reductions")
+    last_good_step, postmortem_data = _of_report("last_good_step"), _of_report("postmortem_data")
+
+    @property
+    def recovery_attempts(self) -> int:
+        """Attempts of `max_recovery_attempts` that are spent."""
+        return 0 if self.run is None else self.run.budget.used
 
     # ---- a run begins and ends ----
 
@@ -128,6 +181,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if self.off:
             return
+        self._trainer_state = state
         resumed_from = find_resume_path()
         fault: TrainingFault | None = None
         meant = ConfigurationError, CheckpointError, UnrecoverableTrainingError
@@ -297,7 +351,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
 
     def reconfigure(self, config: HealingConfig) -> None:
         """Takes another configuration; between runs, not during one."""
-        self.config = config
+        self.config = self.actions.config = config
         self._rules = _rules_of(config)
 
     def _tell_callbacks(self, trainer: Trainer, incident: Incident) -> None:
@@ -322,6 +376,20 @@ def _rules_of(config: HealingConfig) -> tuple[MetricRule, ...]:
         ) from error
 
 
+def report_of(run: Run) -> HealingReport:
+    """Reports a run of this process."""
+    numerics, applied = run.part(NumericsState), run.part(NumericsState).applied
+    return HealingReport.from_incidents(
+        run.journal.of_all_ranks,
+        str(run.journal.path),
+        **numerics.rate_in_force(),
+        status=read_status(run.directory if run.trainer is None else Path(run.trainer.args.output_dir)),
+        attempts=run.part(Attempts).entries,
+        last_good_step=None if applied is None else applied.step + 1,
+        zclip_total_clips=0 if numerics.clipping is None else numerics.clipping.total,
+    )
+
+
 def adopt_run(trainer: Trainer, run: Run | None) -> None:
     """Hands a run to whatever callback attaches to the trainer next; `None` takes it away again."""
     if run is None:
@@ -333,50 +401,3 @@ def adopt_run(trainer: Trainer, run: Run | None) -> None:
 def is_adopted(trainer: Trainer) -> bool:
     """Whether a wrapper has entered `train()` of the trainer, and has handed it its run."""
     return _RUN_ATTRIBUTE in vars(trainer)
-
-
-# ---- actions: carries out actions in the run that a callback heals ----
-
-
-class HealingActions:
-    """
-    Carries out actions, for code of your own that decides what is to be done.
-
-    Args:
-        healing ([`SelfHealingCallback`]):
-            The callback, asked at each call for the run it is attached to.
-    """
-
-    def __init__(self, healing: SelfHealingCallback) -> None:
-        self._healing = healing
-
-    def apply(
-        self,
-        actions: Iterable[Action | str] | Action | str,
-        context: HealingContext,
-        training_args: TrainingArguments,
-    ) -> dict[str, Any]:
-        """
-        Carries out actions in order and journals each.
-
-        Args:
-            actions (`Iterable[Action | str]` or `str`):
-                What to do.
-            context ([`HealingContext`]):
-                Where to do it; without an instrument, in the run the callback is attached to.
-            training_args (`TrainingArguments`):
-                The arguments of the run.
-
-        Returns:
-            `dict`: what the actions gave, merged.
-
-        Raises:
-            UnrecoverableTrainingError: For `STOP`.
-            ValueError: For an action that is not known.
-        """
-        run = self._healing.run
-        if run is None:
-            raise RuntimeError("the callback is not attached to a running trainer")
-        if context.instrument is None:
-            context.instrument = run.attached
-        return run.remedies.apply(actions, context, training_args)

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from .callback import SelfHealingCallback, adopt_run
+from .actions import HealingActions
+from .callback import SelfHealingCallback, adopt_run, report_of
 from .checkpoints.choice import CheckpointError, newest_checkpoint_of
 from .checkpoints.marker import step_of
 from .config.healing_config import HealingConfig, as_config
@@ -32,7 +33,6 @@ from .failures.recipes import (
 from .healers.assembly import assemble
 from .healers.dry_run import DryRunReport, dry_run
 from .healers.hangs.healer import HangWatch
-from .healers.numerics.state import NumericsState
 from .healers.oom.healer import MemoryOutsideOfModel
 from .healers.restarts.attempts import Attempts, go_on_from_disk, take_up
 from .healers.restarts.emergency import publish, save_emergency_checkpoint
@@ -382,13 +382,13 @@ class SelfHealingTrainer:
 
     # ---- looking ----
 
-    def dry_run(self, num_steps: int = 2) -> DryRunReport:
+    def dry_run(self, num_steps: int | None = None) -> DryRunReport:
         """
         Runs real training steps and leaves no trace: model, optimizer, schedule, random states, counters, files.
 
         Args:
-            num_steps (`int`, *optional*, defaults to 2):
-                Optimizer steps to run.
+            num_steps (`int`, *optional*):
+                Optimizer steps to run; 2 if it is left out.
 
         Returns:
             [`DryRunReport`]: Loss, gradient norm, time and memory of the steps.
@@ -398,7 +398,33 @@ class SelfHealingTrainer:
             Exception: What the training code raises; the state is put back first.
         """
         with Terminal(self.trainer.args.process_index).speaking():
-            return dry_run(self.trainer, num_steps)
+            return dry_run(self.trainer, 2 if num_steps is None else num_steps)
+
+    @property
+    def healing_callback(self) -> SelfHealingCallback | None:
+        """The callback that heals in the step; `None` if it was taken out of the trainer."""
+        return self._find_callback()
+
+    @property
+    def actions_engine(self) -> HealingActions | None:
+        """Carries out actions by name, in the run of the callback."""
+        callback = self._find_callback()
+        return None if callback is None else callback.actions
+
+    @property
+    def attempt(self) -> int:
+        """How often `train()` of the trainer was entered in the last run; 0 before the first one."""
+        return 0 if self._run is None else self._run.part(Attempts).entries
+
+    @property
+    def converged(self) -> bool:
+        """Whether the last run has come to its end."""
+        return self.get_report().converged
+
+    @property
+    def recovery_history(self) -> list[dict[str, Any]]:
+        """The incidents of the last run in which something was done."""
+        return self.get_report().recovery_history
 
     def get_report(self) -> HealingReport:
         """Reports the last run of the trainer, whichever way its `train()` was called; else those on the disk."""
@@ -410,9 +436,7 @@ class SelfHealingTrainer:
                 return HealingReport.from_run_dir(self.config.healing_dir or self.trainer.args.output_dir)
             except (OSError, ValueError):
                 return HealingReport()
-        return HealingReport.from_incidents(
-            run.journal.of_all_ranks, str(run.journal.path), run.part(NumericsState).rate_in_force()
-        )
+        return report_of(run)
 
 
 # ---- recovery: decides what to do about an exception that left `train()` ----

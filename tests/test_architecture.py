@@ -31,7 +31,7 @@ FAMILIES = ("data", "hangs", "numerics", "oom", "restarts", "saves", "services")
 # From the ground up: a room imports from rooms below its own, and its modules from each other.
 ROOMS = (
     *("config", "system", "failures", "ranks", "journal", "checkpoints", "hf", "rollback", "run", "report", "healers"),
-    *("callback", "trainer", "tools", "__main__"),
+    *("actions", "callback", "trainer", "tools", "__main__"),
 )
 FLOOR_OF = {room: floor for floor, room in enumerate(ROOMS)} | {"__init__": len(ROOMS)}
 

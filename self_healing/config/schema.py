@@ -100,6 +100,25 @@ SECTIONS = {
 }
 
 
+# Settings of the modules that this library grew from which have no place here, and what takes it.
+FORMER_SETTINGS: Mapping[str, str] = {
+    "loss_spike_window": "The baseline of the loss chooses its window by itself; for a factor on it, set "
+    "`loss_spike_factor`.",
+    "grad_vanishing_threshold": "A gradient is called vanishing by a fixed bound, for many steps in a row; it is "
+    "reported and changes nothing.",
+    "zclip_enabled": "Please set `zclip_mode`: 'clip' for true, 'observe' or 'off' for false.",
+    "batch_reduce_factor": "A batch that does not fit is divided by its smallest factor, and the accumulation grows "
+    "by the same: set `oom_reduce_batch` to false if it must not.",
+    "max_batch_reductions": "A batch is divided until it fits or is 1: set `oom_reduce_batch` to false for none.",
+    "api_retry_backoff_factor": "Each wait is twice as long as the one before, up to `api_retry_max_delay`.",
+    "emergency_checkpoint_dir": "Emergency checkpoints are written below the `output_dir` of the training arguments.",
+    "save_on_spike": "Weights of a spike are not saved: `on_spike` and `on_divergence` say what is done.",
+    "save_on_nan": "Weights that are not finite are never saved: `on_nonfinite` says what is done.",
+    "postmortem_path": "It is `postmortem.json` in `healing_dir`; please set that.",
+    "dry_run_steps": "Please pass it to the call: SelfHealingTrainer(trainer).dry_run(num_steps=...).",
+}
+
+
 class ConfigurationError(ValueError):
     """A setting cannot be used; the message names it, its value, what is allowed and what to do."""
 
@@ -171,10 +190,13 @@ def unknown(schema: Schema, section: str | None, name: Any, value: Any) -> str:
         close = difflib.get_close_matches(str(name), SECTIONS, n=1)
         advice = f"Did you mean [{close[0]}]?" if close else f"There are: {', '.join(SECTIONS)}."
         return f"[{name}] is not a section. {advice}"
+    named = f"`{name}`{f' in [{section}]' if section is not None else ''}"
+    if name in FORMER_SETTINGS:
+        return f"{named} is not a setting any more. {FORMER_SETTINGS[name]}"
     close = difflib.get_close_matches(str(name), schema, n=1)
     names = names_in(schema, section) if section is not None else schema
     advice = f"Did you mean {schema[close[0]]}?" if close else f"There are: {', '.join(names)}."
-    return f"`{name}`{f' in [{section}]' if section is not None else ''} is not a setting. {advice}"
+    return f"{named} is not a setting. {advice}"
 
 
 # ---- sections: settings in sections, as a TOML file has them: taken out of a mapping, and written as text ----

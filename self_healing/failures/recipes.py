@@ -63,6 +63,20 @@ class FailureType(StrEnum):
     INTERRUPTED = "interrupted"
     USER_CODE = "user_code"
 
+    # The broader kinds, each as the member it is nearest to.
+    NAN_LOSS = NONFINITE_UNDIAGNOSED
+    GRADIENT_EXPLOSION = GRADIENT_SPIKE
+    GRADIENT_VANISHING = VANISHING_GRADIENT
+    SLOW_CONVERGENCE = NEVER_LEARNED
+    OOM = OUT_OF_MEMORY
+    DATA_ERROR = BAD_DATA
+    API_ERROR = NETWORK
+    UNKNOWN = USER_CODE
+
+    @classmethod
+    def _missing_(cls, value: object) -> FailureType | None:
+        return cls.__members__.get(str(value).upper())
+
 
 class Action(StrEnum):
     """A remedy, carried out by [`HealingActions`]."""
@@ -98,6 +112,25 @@ class Action(StrEnum):
     SAVE_AND_LEAVE = "save_and_leave"
     EXIT_FOR_RESTART = "exit_for_restart"
     STOP = "stop"
+    # On no ladder: only for those who ask for them.
+    INCREASE_LEARNING_RATE = "increase_learning_rate"
+    ENABLE_GRAD_CLIP = "enable_grad_clip"
+
+    # Other names of the same.
+    ROLLBACK_CHECKPOINT = ROLL_BACK
+    HALVE_LEARNING_RATE = REDUCE_LEARNING_RATE
+    HALVE_BATCH_SIZE = REDUCE_BATCH_SIZE
+    ENABLE_GRADIENT_CHECKPOINTING = CHECKPOINT_ACTIVATIONS
+    CLEAR_CACHE = FREE_MEMORY
+    ZCLIP_GRADIENT = CLIP_GRADIENT
+    SAVE_EMERGENCY_CHECKPOINT = EMERGENCY_CHECKPOINT
+    SKIP_BATCH = SKIP_STEP
+    LOG_BAD_SAMPLE = QUARANTINE_ROWS
+    EXPONENTIAL_BACKOFF = WAIT_AND_RESUME
+
+    @classmethod
+    def _missing_(cls, value: object) -> Action | None:
+        return cls.__members__.get(str(value).upper())
 
 
 class Cause(StrEnum):
@@ -218,7 +251,7 @@ class Recipe:
             What to do when the ladder is spent.
         severity (`str`):
             `"info"` (undone without loss), `"warning"` (something was left out) or `"error"` (the run stops).
-        references (`tuple[str, ...]`, *optional*):
+        references (`tuple[str, ...]`):
             Where to read more.
         rungs (`tuple[Rung, ...]`):
             The ladder, each remedy in a rung.
@@ -228,7 +261,7 @@ class Recipe:
     ladder: tuple[Action | Rung, ...]
     advice: str
     severity: str
-    references: tuple[str, ...] = ()
+    references: tuple[str, ...]
     rungs: tuple[Rung, ...] = field(init=False)
     # The remedies on the ladder, in the order in which they are first tried.
     actions: tuple[Action, ...] = field(init=False)
@@ -242,6 +275,12 @@ class Recipe:
     def reentry(self) -> Action | None:
         """The rung that enters `train()` again after an exception; `None` for a failure that ends the run."""
         return next((action for action in self.actions if action in (Action.WAIT_AND_RESUME, Action.RESUME)), None)
+
+    def __getitem__(self, key: str) -> Any:
+        """Gives a field by its name, as `recipe["diagnosis"]`."""
+        if key not in (*self.__dataclass_fields__, "reentry"):
+            raise KeyError(f"{key!r}; a recipe has: {', '.join(self.__dataclass_fields__)}")
+        return getattr(self, key)
 
 
 # ---- ladders of rollbacks ----
@@ -296,6 +335,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         ),
         advice="Look at the rows in quarantine.jsonl: masked labels, broken characters, extreme lengths or values.",
         severity="warning",
+        references=("https://arxiv.org/abs/2204.02311",),
     ),
     FailureType.NONFINITE_NUMERICAL: Recipe(
         diagnosis="Computing the step again did not cure it, weights and optimizer state are finite, and the data do "
@@ -314,6 +354,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         "take the rate from the checkpoint) with a lower learning rate, or in bf16 or fp32 instead of "
         "fp16; check custom losses for log(0) or division by zero.",
         severity="warning",
+        references=("https://arxiv.org/abs/1710.03740",),
     ),
     FailureType.NONFINITE_FROM_THE_START: Recipe(
         diagnosis="The computation is not finite, and no update has changed the weights yet. So the cause is the "
@@ -323,12 +364,14 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         "range (fp16 ends at 65504: load the model in bf16 or fp32), a layer or a loss with log(0) or a division by "
         "zero, features that are NaN, labels that are all masked. Another learning rate does not help.",
         severity="error",
+        references=("https://arxiv.org/abs/1710.03740",),
     ),
     FailureType.NONFINITE_UNDIAGNOSED: Recipe(
         diagnosis="Loss or gradient norm is not finite; the cause was not looked for.",
         ladder=(Action.SKIP_STEP, Rung(THE_END)),
         advice="Set on_nonfinite='heal' to have the cause found.",
         severity="warning",
+        references=("https://arxiv.org/abs/1710.03740",),
     ),
     FailureType.CORRUPTED_STATE: Recipe(
         diagnosis="Weights, buffers or optimizer state hold NaN or Inf: every further step would be lost.",
@@ -336,6 +379,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="Resume from the newest checkpoint that `self-healing check` finds good. If it comes back, test the "
         "device (dcgmi diag, memory test) and look for code that writes into the weights.",
         severity="warning",
+        references=("https://arxiv.org/abs/2102.11245",),
     ),
     FailureType.CORRUPTED_COPY: Recipe(
         diagnosis="A copy of the weights beside the model is not finite: what heals the model does not reach it.",
@@ -343,6 +387,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="Do not use this copy, nor what was saved of it. Make it anew: an average from the checkpoints of the "
         "run that `self-healing check` finds good, any other copy from the weights of the run.",
         severity="warning",
+        references=("https://docs.pytorch.org/docs/stable/optim.html",),
     ),
     FailureType.REPLICAS_DIFFER: Recipe(
         diagnosis="The ranks no longer hold the same weights, although all applied the same updates: those of one "
@@ -408,6 +453,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="Nothing, if the data are ordered on purpose (a curriculum, one source after the other); else shuffle "
         "them.",
         severity="info",
+        references=("https://doi.org/10.1145/1553374.1553380",),
     ),
     FailureType.SLOW_RISE: Recipe(
         diagnosis="The loss has risen 20 % above its lowest level, too slowly for any single step to stand out.",
@@ -416,6 +462,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         "evaluation loss of a checkpoint from before the rise with the newest one: if it has risen as well, lower the "
         "learning rate, or end the run and keep the earlier checkpoint.",
         severity="warning",
+        references=("https://arxiv.org/abs/2309.14322",),
     ),
     FailureType.LEARNING_RATE: Recipe(
         diagnosis="The loss diverged again after every reduction of the learning rate that is allowed.",
@@ -425,6 +472,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         "was already low for a model like this, it is not the rate: look at what the checks of data and model say, "
         "and at custom losses.",
         severity="error",
+        references=("https://arxiv.org/abs/2309.14322",),
     ),
     FailureType.NOT_TRAINED: Recipe(
         diagnosis="Most of the steps of the run, or all since it was resumed, were skipped or lost to rollbacks: the "
@@ -433,6 +481,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="See what the incidents have in common (`self-healing report`): the first one names the cause. Remove "
         "it before you start the run again.",
         severity="error",
+        references=("https://arxiv.org/abs/2205.01068",),
     ),
     FailureType.VANISHING_GRADIENT: Recipe(
         diagnosis="The gradient norm has been practically zero for many steps: nothing is learned.",
@@ -441,6 +490,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         "that labels are not all masked, and that the learning rate has not decayed to zero. A loss as low as it can "
         "be (0 for a hinge loss) has no gradient either: then everything is learned, and you can end the run.",
         severity="warning",
+        references=("https://arxiv.org/abs/1211.5063",),
     ),
     FailureType.DEAD_LOSS: Recipe(
         diagnosis="The loss has been exactly 0.0 for many steps: no token counts in it. That is a wiring bug; a model "
@@ -450,6 +500,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         "completion_only_loss on data without completions, a response template that is never found, prompts longer "
         "than max_length)? Set on_red_flag='warn' if 0.0 is right for your loss.",
         severity="error",
+        references=("https://huggingface.co/docs/trl/sft_trainer",),
     ),
     FailureType.NEVER_LEARNED: Recipe(
         diagnosis="The loss has never been clearly better than that of guessing every token, and has stopped falling: "
@@ -460,6 +511,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         "optimizer, and that the learning rate is neither near 0 (a warm-up of thousands of steps) nor so high that "
         "the loss went up first. If the data are random on purpose, nothing is wrong.",
         severity="error",
+        references=("https://karpathy.github.io/2019/04/25/recipe/",),
     ),
     FailureType.RED_FLAG: Recipe(
         diagnosis="A metric is outside of its healthy range, and has been for long enough to mean something.",
@@ -471,6 +523,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="Follow the remedy of the rule (`self-healing rules` prints them all); change or switch off a "
         "rule that does not fit your run in a TOML file of your own (rules_file).",
         severity="warning",
+        references=("https://huggingface.co/docs/trl/logging",),
     ),
     FailureType.OUT_OF_MEMORY: Recipe(
         diagnosis="Memory ran out, on the device or on the host.",
@@ -509,12 +562,14 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="Repair or remove the samples that are named, here and in quarantine.jsonl. If almost nothing can be "
         "loaded, the code or the storage is at fault, not the samples.",
         severity="warning",
+        references=("https://docs.pytorch.org/docs/stable/data.html",),
     ),
     FailureType.NETWORK: Recipe(
         diagnosis="A service or the network did not answer, or refused temporarily.",
         ladder=(Action.RETRY_CALL, Action.EMERGENCY_CHECKPOINT, Action.WAIT_AND_RESUME, Action.STOP),
         advice="Check the service and the credentials, then resume.",
         severity="warning",
+        references=("https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/",),
     ),
     FailureType.NONFINITE_REWARD: Recipe(
         diagnosis="A reward function returned NaN or Inf. The trainer treats NaN as `None`, a reward that does not "
@@ -523,6 +578,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="Look at the completions for which the reward function has no number: log(0), a division by zero, a "
         "judge's answer that was not understood. If a reward does not apply, return None.",
         severity="warning",
+        references=("https://huggingface.co/docs/trl/grpo_trainer",),
     ),
     FailureType.REPORTING: Recipe(
         diagnosis="A tracker or the Hub could not be reached. Training does not depend on it.",
@@ -530,6 +586,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="Check the service and the credentials. What was logged is in trainer_state.json; a checkpoint that "
         "was not pushed is on disk.",
         severity="warning",
+        references=("https://huggingface.co/docs/transformers/main_classes/callback",),
     ),
     FailureType.DISK: Recipe(
         diagnosis="A file could not be written: the disk is full, a quota is spent, permission is denied, or the "
@@ -538,6 +595,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="Free space or set another output_dir. As long as the run goes on, it tries again at its next save; a "
         "restart would resume from the newest complete checkpoint.",
         severity="error",
+        references=("https://huggingface.co/docs/transformers/trainer",),
     ),
     FailureType.HANG: Recipe(
         diagnosis="This part of a step has made no progress for much longer than it ever took.",
@@ -552,6 +610,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="The stacks of all threads below hangs/ show the line that waits: a lock, a queue, a file system or a "
         "service without a timeout, a collective that another process never entered.",
         severity="error",
+        references=("https://docs.pytorch.org/docs/stable/distributed.html",),
     ),
     FailureType.PROCESS_DIED: Recipe(
         diagnosis="A process ended: the one before this, one of its data loader workers, or another one of the job. "
@@ -568,6 +627,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="Look at the end of its output, at the exit code (-9 or 137: killed, most often for host memory; -11 "
         "or 139: a crash in native code; -7 or 135: shared memory is full) and at the kernel's log (dmesg).",
         severity="warning",
+        references=("https://docs.pytorch.org/docs/stable/elastic/run.html",),
     ),
     FailureType.WRONG_RESULTS: Recipe(
         diagnosis="The device of a rank, or the network that joins it to the others, gave a wrong result for a "
@@ -583,6 +643,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         ladder=(Action.SAVE_AND_LEAVE,),
         advice="Start the job again; it goes on from the checkpoint that was written.",
         severity="info",
+        references=("https://slurm.schedmd.com/preempt.html",),
     ),
     FailureType.DEVICE: Recipe(
         diagnosis="The accelerator, or this process's context on it, is broken: this process can compute nothing "
@@ -592,18 +653,21 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         "If it happens again on the same device, look for Xid in dmesg and run dcgmi diag; if it happens again at the "
         "same step on any device, the code is at fault: CUDA_LAUNCH_BLOCKING=1 shows the line.",
         severity="error",
+        references=("https://docs.nvidia.com/deploy/xid-errors/",),
     ),
     FailureType.INTERRUPTED: Recipe(
         diagnosis="The run was interrupted from outside (Ctrl-C or sys.exit).",
         ladder=(Action.STOP,),
         advice="Resume from the newest checkpoint.",
         severity="info",
+        references=("https://docs.python.org/3/library/signal.html",),
     ),
     FailureType.USER_CODE: Recipe(
         diagnosis="An exception that this library cannot heal, usually from the model, the data or a callback.",
         ladder=(Action.EMERGENCY_CHECKPOINT, Action.STOP),
         advice="Fix the cause named in the traceback, then resume.",
         severity="error",
+        references=("https://docs.python.org/3/library/traceback.html",),
     ),
 }
 

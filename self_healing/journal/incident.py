@@ -271,6 +271,8 @@ _DONE: dict[str, str] = {
     Action.SAVE_AND_LEAVE: "saved, exits",
     Action.EXIT_FOR_RESTART: "exits for a restart",
     Action.STOP: "run stopped",
+    Action.INCREASE_LEARNING_RATE: "LR raised",
+    Action.ENABLE_GRAD_CLIP: "clipping switched on",
 }
 
 

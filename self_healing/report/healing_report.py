@@ -13,8 +13,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ..journal.incident import IN_DOUBT, Incident, lost_steps
-from ..run.status import RunStatus
+from ..failures.recipes import Action
+from ..journal.incident import HEALED, IN_DOUBT, Incident, lost_steps
+from ..run.status import RunState, RunStatus
 from .journals import Journals, incident_of, read_journals, read_postmortem, status_in, told_once
 from .records import printable, sentence, spoken
 
@@ -45,6 +46,12 @@ class HealingReport:
             The rate that worked: the one in force after the last reduction. `None` if it was never reduced.
         status ([`RunStatus`], *optional*):
             Whether the newest run goes on, has ended or died, at which step. `None` if nothing tells.
+        attempts (`int`, *optional*, defaults to 1):
+            How often `train()` was entered, as far as it is known.
+        last_good_step (`int`, *optional*):
+            The newest optimizer step that was found fit and applied.
+        zclip_total_clips (`int`, *optional*):
+            Steps that adaptive clipping has clipped in this process; `None` of a run that is read from the disk.
     """
 
     incidents: list[dict[str, Any]] = field(default_factory=list)
@@ -53,6 +60,56 @@ class HealingReport:
     learning_rate_scale: float = 1.0
     learning_rate: float | None = None
     status: RunStatus | None = None
+    attempts: int = 1
+    last_good_step: int | None = None
+    zclip_total_clips: int | None = None
+
+    def __getitem__(self, key: str) -> Any:
+        """Gives any of its values by name, as `report["steps_lost"]`."""
+        if key.startswith("_") or not hasattr(self, key):
+            raise KeyError(key)
+        return getattr(self, key)
+
+    @property
+    def converged(self) -> bool:
+        """Whether the run has come to its end."""
+        return self.status is not None and self.status.state is RunState.ENDED
+
+    @property
+    def recovery_history(self) -> list[dict[str, Any]]:
+        """The incidents in which something was done."""
+        return [incident for incident in self.incidents if incident["actions"]]
+
+    @property
+    def total_recoveries(self) -> int:
+        """Incidents in which something was done, and all was well again."""
+        return sum(incident["outcome"] in HEALED for incident in self.recovery_history)
+
+    @property
+    def callback_actions(self) -> list[dict[str, Any]]:
+        """All that was done, one entry for each action: its step, the failure, the action."""
+        return [
+            {"step": incident["step"], "failure": incident["failure"], "action": str(action)}
+            for incident in self.incidents
+            for action in incident["actions"]
+        ]
+
+    @property
+    def nan_count(self) -> int:
+        """Incidents in which loss, gradient or weights were not finite."""
+        return sum(incident["symptom"].startswith("nonfinite") for incident in self.incidents)
+
+    @property
+    def batch_reductions(self) -> int:
+        """How often the batch was made smaller."""
+        return sum(each["action"] == Action.REDUCE_BATCH_SIZE for each in self.callback_actions)
+
+    @property
+    def postmortem_data(self) -> dict[str, Any] | None:
+        """What `postmortem.json` says of the newest run; `None` if there is none."""
+        if self.journal is None or self.status is None:
+            return None
+        return read_postmortem(Path(self.journal).parent, self.status.run)
 
     @property
     def steps_lost(self) -> int:
@@ -87,9 +144,7 @@ class HealingReport:
         return not self.incidents
 
     @classmethod
-    def from_incidents(
-        cls, incidents: Sequence[Incident], journal: str | None = None, rate: Mapping[str, Any] | None = None
-    ) -> HealingReport:
+    def from_incidents(cls, incidents: Sequence[Incident], journal: str | None = None, **known: Any) -> HealingReport:
         """
         Makes the report of a run in this process.
 
@@ -98,10 +153,10 @@ class HealingReport:
                 Those of the run.
             journal (`str`, *optional*):
                 Where the events lie.
-            rate (`Mapping[str, Any]`, *optional*):
-                Reductions of the learning rate, its scale and the rate in force; nothing if it was never reduced.
+            **known:
+                The other values, as far as they are known.
         """
-        return cls([incident.to_dict() for incident in incidents], journal, **(rate or {}))
+        return cls([incident.to_dict() for incident in incidents], journal, **known)
 
     @classmethod
     def from_run_dir(cls, directory: str | Path) -> HealingReport:
@@ -138,7 +193,10 @@ class HealingReport:
                 told = ("reductions", "scale", "learning_rate")
                 rate = {ours: event[key] for ours, key in zip(_OF_THE_RATE, told, strict=True) if key in event}
         incidents = [incident_of(lines).to_dict() for _, lines in told_once(events)]
-        return cls(incidents, str(journals.path), **rate, status=status or status_in(events, run))
+        status = status or status_in(events, run)
+        last = None if status is None else status.step
+        entered = max((event.get("attempt", 1) for event in events), default=1)
+        return cls(incidents, str(journals.path), **rate, status=status, attempts=entered, last_good_step=last)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -172,9 +230,7 @@ class HealingReport:
     @property
     def ending(self) -> str:
         """The newest run's end and what to do, from its postmortem; empty if there is none."""
-        if self.journal is None or self.status is None:
-            return ""
-        told = read_postmortem(Path(self.journal).parent, self.status.run)
+        told = self.postmortem_data
         if told is None:
             return ""
         verdict = sentence(told["verdict"])

@@ -1,6 +1,6 @@
 """
-The command line: `self-healing run`, `demo`, `report`, `check`, `clean`, `replay`, `doctor`, `chaos`, `config` and
-`rules`.
+The command line: `self-healing run`, `demo`, `report`, `check`, `clean`, `replay`, `doctor`, `chaos`, `judge`,
+`config` and `rules`.
 
 What a command needs is imported when it runs, so that one that needs little does not wait for TRL and the model code.
 """
@@ -13,6 +13,7 @@ import os
 import shlex
 import sys
 import time
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +24,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from .. import __version__
+from ..system.files import jsonable
 
 
 app = typer.Typer(name="self-healing", no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
@@ -434,6 +436,49 @@ def run(
         raise _failed(f"[self_healing] {error}", error.code) from None
     except (ConfigurationError, RuleError, OSError) as error:
         raise _failed(f"[self_healing] {error}") from None
+
+
+@app.command()
+def judge(
+    log: Annotated[Path, typer.Argument(help="A trainer_state.json, a directory with one, or a CSV file.")],
+    objective: Annotated[
+        str | None, typer.Option(help="What was trained, such as sft or grpo.", show_default="told by the columns")
+    ] = None,
+    settings: Annotated[
+        Path | None, typer.Option("--config", help="A TOML file of settings (self-healing config writes one).")
+    ] = None,
+    vocabulary: Annotated[int | None, typer.Option(help="Tokens the model knows.", min=2)] = None,
+    as_json: _AsJson = False,
+) -> None:
+    """
+    Tell what would have been reported or done at which step of a run that has been, from its log.
+
+    Exit code 0: nothing, or only reports; 1: something would have been healed or stopped; 2: there is no such log.
+    """
+    from ..config.healing_config import HealingConfig
+    from .judge import judge_log
+
+    try:
+        config = None if settings is None else HealingConfig.from_toml(settings)
+        found = judge_log(log, objective, config, vocabulary)
+    except OSError as error:
+        raise _failed(f"{log} cannot be read: {error.strerror}. Please check the path.") from None
+    except ValueError as error:
+        raise _failed(error) from None
+    if as_json:
+        typer.echo(json.dumps([jsonable(asdict(each)) for each in found], indent=2))
+    else:
+        for each in found:
+            told = each.evidence.get("diagnosis") or ", ".join(_told_number(*item) for item in each.evidence.items())
+            typer.echo(f"step {each.step}: {each.symptom.removeprefix('rule:')} -> {each.done} ({told})")
+        if not found:
+            typer.echo("Nothing stands out in this log.")
+    if any(each.acts for each in found):
+        raise typer.Exit(1)
+
+
+def _told_number(name: str, value: object) -> str:
+    return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
 
 
 @app.command()

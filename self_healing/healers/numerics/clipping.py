@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any, overload
 
 from torch import Tensor, nn
 
@@ -74,7 +76,7 @@ class ZClip(KeepsState):
     ```
     """
 
-    _state = ("_norms", "mean", "variance")
+    _state = ("_norms", "mean", "variance", "clip_count")
 
     def __init__(
         self,
@@ -94,6 +96,8 @@ class ZClip(KeepsState):
         self.max_grad_norm = max_grad_norm
         self.mean: float | None = None
         self.variance: float | None = None
+        # Norms that stood out so far.
+        self.clip_count = 0
         self._norms: list[float] = []
 
     def decide(self, grad_norm: float) -> ClipResult:
@@ -136,23 +140,34 @@ class ZClip(KeepsState):
         if std > 0:
             z = (grad_norm - mean) / std
             limit = mean + self.z_threshold * self.z_threshold / z * std if z > self.z_threshold else None
+            self.clip_count += limit is not None
         # The mean first, then the variance around the new mean.
         taken = grad_norm if limit is None else limit
         self.mean = mean = self.ema_decay * mean + (1 - self.ema_decay) * taken
         self.variance = self.ema_decay * variance + (1 - self.ema_decay) * (taken - mean) * (taken - mean)
         return z, limit
 
-    def update_and_clip(self, parameters: Parameters, grad_norm: float | Tensor | None = None) -> ClipResult:
+    @overload
+    def update_and_clip(self, parameters: float) -> float: ...
+    @overload
+    def update_and_clip(self, parameters: Parameters, grad_norm: float | Tensor | None = None) -> ClipResult: ...
+    def update_and_clip(
+        self, parameters: Parameters | float, grad_norm: float | Tensor | None = None
+    ) -> ClipResult | float:
         """
         Takes the norm into the statistic and clips the gradients in place. Call it between `backward()` and `step()`.
 
         Args:
-            parameters (`nn.Module` or iterable of `Tensor`):
-                The parameters that are trained.
+            parameters (`nn.Module`, iterable of `Tensor` or `float`):
+                The parameters that are trained; of a norm by itself, no gradient is touched, and the norm to clip to
+                is returned.
             grad_norm (`float` or `Tensor`, *optional*):
                 Total norm of their gradients before any clipping, if it is known already. It is computed if left out.
                 Either way it is read on the host, which waits for the device.
         """
+        if isinstance(parameters, (int, float)):
+            decided = self.decide(float(parameters))
+            return decided.norm * decided.factor
         if grad_norm is None:
             if not isinstance(parameters, nn.Module):
                 parameters = tensors_of(parameters)  # an iterator can be read only once
@@ -162,6 +177,10 @@ class ZClip(KeepsState):
         result = self.decide(grad_norm)
         scale_gradients(parameters, result.factor)
         return result
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        # States of before 0.3 have no count.
+        super().load_state_dict({"clip_count": 0, **state})
 
 
 def _require(met: bool, name: str, value: object, allowed: str) -> None:
@@ -177,14 +196,15 @@ def _require(met: bool, name: str, value: object, allowed: str) -> None:
 class StepClipping(KeepsState):
     """Clips the gradient of a step by what is usual in the run, after the Trainer's own clipping."""
 
-    _state = ("_zclip",)
+    _state = ("zclip",)
 
     def __init__(self, config: HealingConfig) -> None:
         self.config = config
         # In mode `"observe"` it is a statistic, and a step may be shown to it later.
         self.acts = config.zclip_mode == "clip"
         self._largest_z: float | None = None
-        self.clipped = self._would_clip = 0
+        # Steps that were clipped, and would be, since it was last asked for; and that were, in all.
+        self.clipped = self._would_clip = self.total = 0
         # A step that is done again, after an exception before its update, has the limit it had.
         self._step = -1
         self._limit: float | None = None
@@ -192,7 +212,7 @@ class StepClipping(KeepsState):
 
     def reset(self) -> None:
         """Forgets what norm was usual: that of other parameters."""
-        self._zclip = ZClip(self.config.zclip_z_threshold, self.config.zclip_ema_decay)
+        self.zclip = ZClip(self.config.zclip_z_threshold, self.config.zclip_ema_decay)
 
     def take_in(self, signals: StepSignals, ceiling: float = math.inf) -> float:
         """
@@ -202,7 +222,7 @@ class StepClipping(KeepsState):
         if not signals.grad_norm:
             return 1.0
         if signals.step != self._step:
-            z, self._limit = self._zclip.take_in(signals.grad_norm)
+            z, self._limit = self.zclip.take_in(signals.grad_norm)
             self._step = signals.step
             if z is not None:
                 self._largest_z = z if self._largest_z is None else max(self._largest_z, z)

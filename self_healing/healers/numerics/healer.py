@@ -94,6 +94,7 @@ class NumericsHealer:
             # A gradient that is clipped on some ranks and not on others makes other weights of each.
             with self.run.instrument.failsafe.together():
                 clipping.clipped += 1
+                clipping.total += 1
                 window.scale_gradients(factor)
 
     def incident(self, step: int, symptom: str, evidence: Mapping[str, Any], severity: Any = None) -> OpenIncident:

@@ -105,6 +105,12 @@ class LearningRateControl(KeepsState):
             self._level = self._ceiling = max(to, self._level)
         return self._level
 
+    def increase(self, step: int) -> None:
+        """Undoes a reduction, or goes above the schedule by as much; it is no reduction that grows back."""
+        self._level = self._ceiling = self._scale(step) / self.config.lr_reduce_factor
+        self.reductions = max(self.reductions - 1, 0)
+        self._changed_at, self._warm_from, self.touched = step, None, True
+
     def lowest(self, step: int) -> float:
         """The factor that all reductions which are left would lead to."""
         trial = LearningRateControl(self.config)

@@ -16,6 +16,10 @@ from ..inspection import check_data_quality, check_model_init, vocabulary_of
 from .state import NumericsState
 
 
+# What transformers clips to where nothing is set.
+USUAL_MAX_GRAD_NORM = 1.0
+
+
 class NumericsRemedies:
     """Heals steps inside of them, goes back to trusted states, and changes the learning rate."""
 
@@ -34,7 +38,9 @@ class NumericsRemedies:
             Action.ROLL_BACK: self._roll_back,
             Action.REPLAY_STEPS: self._replay_steps,
             Action.REDUCE_LEARNING_RATE: self._reduce_learning_rate,
+            Action.INCREASE_LEARNING_RATE: self._increase_learning_rate,
             Action.RESET_MOMENTS: self._reset_moments,
+            Action.ENABLE_GRAD_CLIP: self._enable_grad_clip,
             Action.CHECK_DATA_QUALITY: self._check_data_quality,
             Action.CHECK_MODEL_INIT: self._check_model_init,
         }
@@ -152,6 +158,9 @@ class NumericsRemedies:
 
     def _reduce_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument = context.running
+        if self._numerics.learning_rate.exhausted:
+            most = self._run.config.max_lr_reductions
+            return {"why": f"`max_lr_reductions` allows {most}, and as many are in force", "happened": False}
         before = instrument.view.learning_rate
         self._numerics.learning_rate.reduce(instrument.view.step, context.rate_scale, context.blamed_step)
         self._numerics.rate_after_reduction = instrument.view.learning_rate
@@ -165,6 +174,22 @@ class NumericsRemedies:
             "hold_steps": control.hold,
             "ramp_steps": control.ramp,
         }
+
+    def _increase_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        view = context.running.view
+        before = view.learning_rate
+        self._numerics.learning_rate.increase(view.step)
+        context.incident.figures.append(f"learning rate from {before:.3g} to {view.learning_rate:.3g}")
+        return {"learning_rate": view.learning_rate, "from": before}
+
+    def _enable_grad_clip(self, context: HealingContext, args: TrainingArguments) -> dict[str, Any]:
+        view = context.running.view
+        if view.max_grad_norm:
+            return {"why": f"gradients are clipped to {view.max_grad_norm:g} already", "happened": False}
+        if view.under_deepspeed:
+            return {"why": "DeepSpeed clips by its own configuration", "happened": False}
+        args.max_grad_norm = view.max_grad_norm = self._numerics.ceiling = USUAL_MAX_GRAD_NORM
+        return {"max_grad_norm": USUAL_MAX_GRAD_NORM}
 
     def _reset_moments(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument = context.running
