@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate.utils.operations import recursively_apply
+from transformers import Trainer
 
 from .objective import Objective
 from .patching import Replacements
@@ -203,6 +204,11 @@ class CallShape:
 
 
 # ---- preparing ----
+
+
+def only_moves(prepare: Any) -> bool:
+    """Whether what prepares the micro-batches of a trainer draws and counts nothing, and may come twice."""
+    return getattr(prepare, "__func__", None) is Trainer._prepare_inputs
 
 
 @contextlib.contextmanager

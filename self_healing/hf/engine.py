@@ -12,6 +12,7 @@ import torch
 from ..failures.recipes import TrainingFault
 from ..ranks import votes
 from ..system.random_state import lowest_precision
+from .batches import only_moves
 from .patching import Replacements
 from .sections import Phase
 from .state import (
@@ -126,6 +127,10 @@ class StepEngine:
         with self.with_all_ranks("a batch is prepared again"):
             self.trainer.model.train()
             return self.trainer._prepare_inputs(inputs)
+
+    @property
+    def only_moves_inputs(self) -> bool:
+        return only_moves(self._instrument.replaced.original(self.trainer, "_prepare_inputs"))
 
     def discard(self) -> None:
         """Drops all gradients there are, and what is known of them."""

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer
 
 from ..failures import recipes
 from ..failures.classify import classify_exception
@@ -20,7 +19,7 @@ from ..failures.recipes import FailureType, TrainingFault
 from ..ranks import votes
 from ..system import processes
 from ..system.random_state import RandomState
-from .batches import preparing
+from .batches import only_moves, preparing
 from .engine import THROUGH
 from .hooks import Failsafe, Hooks
 from .memory import OutOfMemory, Place, caught, is_out_of_memory
@@ -190,9 +189,7 @@ class OneRankRetry:
         self._refusal = ""
         self._first_step = 0
         self._parameters: list[torch.nn.Parameter] = []
-        # Whether what prepares a micro-batch neither draws random numbers nor counts.
-        theirs = type(self._trainer)._prepare_inputs is not Trainer._prepare_inputs
-        self._only_moves = not theirs and "_prepare_inputs" not in vars(self._trainer)
+        self._only_moves = only_moves(self._trainer._prepare_inputs)
         self._preparing = False
         # Of the micro-batch that is being computed: where its step began, if it is the first; as of when it was
         # prepared.

@@ -324,6 +324,14 @@ class Window:
         elif items is not None:
             kwargs = {**kwargs, "num_items_in_batch": items}
 
+        if self.engine.only_moves_inputs:
+            # A training step may compute its rows in several passes, which are given the same: all, or what is picked.
+            if index not in self.prepared:
+                self.prepared[index] = self._trainer._prepare_inputs(copy.copy(inputs))
+            given = inputs if pick is None else pick(copy.copy(self.prepared[index]))
+            with self._counting_tokens():
+                return self.engine.compute((model, given, args, kwargs), last, self, synchronise)
+
         def note(batch: Any) -> Any:
             # A copy: `compute_loss` may pop keys from the batch it is given.
             self.prepared.setdefault(index, copy.copy(batch))
