@@ -137,7 +137,7 @@ def _once(steps: Sequence[NextStep]) -> list[NextStep]:
     kept: list[NextStep] = []
     for given in steps:
         # Advice that enumerates, in a list that is numbered.
-        step = replace(given, text=re.sub(r"\(\d\) ", "", given.text))
+        step = replace(given, text=re.sub(r"(?<!\w)\(\d\) ", "", given.text))
         same = next((at for at, each in enumerate(kept) if each.text.startswith(step.text)), None)
         if same is None:
             kept.append(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,20 @@ from conftest import (
     TRAINERS,
     OutputFault,
     PoisonToken,
+    encoded_rows,
     journal,
+    plain_trainer,
     quarantined,
     sft_trainer,
+    tiny_config,
 )
+from transformers import LlamaForCausalLM
 
 from self_healing import (
     SelfHealingCallback,
     UnrecoverableTrainingError,
 )
+from self_healing.report.reading import read_run
 
 
 def ending(trainer: Any, output_dir: Path) -> dict[str, Any]:
@@ -41,6 +47,53 @@ def test_nan_in_the_very_first_forward_ends_the_run_at_once(tmp_path: Path, toke
     assert "neither the learning rate" in told["verdict"]
     assert "model.norm (LlamaRMSNorm" in told["verdict"]
     assert len(told["chain"]) == 1
+
+
+class WithFeature(LlamaForCausalLM):
+    """Adds a column of numbers to its loss."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, feature: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(input_ids=input_ids, labels=labels, **kwargs)
+        output.loss = output.loss + feature.mean()
+        return output
+
+
+def nan_in_a_column(output_dir: Path, tokenizer: Any) -> Any:
+    rows = encoded_rows(tokenizer).map(lambda row: {"feature": math.nan})
+    model, data = WithFeature(tiny_config(tokenizer)), {"train_dataset": rows}
+    return plain_trainer(output_dir, tokenizer, model=model, trainer_kwargs=data, callbacks=[SelfHealingCallback()])
+
+
+def nan_in_a_module(output_dir: Path, tokenizer: Any) -> Any:
+    trainer = plain_trainer(output_dir, tokenizer, callbacks=[SelfHealingCallback()])
+    OutputFault(trainer.model, strike=lambda _: True)
+    return trainer
+
+
+def nan_in_the_loss(output_dir: Path, tokenizer: Any) -> Any:
+    trainer = plain_trainer(output_dir, tokenizer, callbacks=[SelfHealingCallback()])
+    trainer.compute_loss_func = lambda outputs, labels, **_: outputs.logits.float().mean() * math.nan
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("build", "cause", "said", "not_said"),
+    [
+        (nan_in_a_column, "data", ("(feature)", "leave the column out"), ("fp16", "log(0)", "masked")),
+        (nan_in_a_module, "model", ("model.norm", "fp16"), ("column", "masked")),
+        (nan_in_the_loss, "loss or labels", ("all masked", "log(0) or"), ("fp16", "column")),
+    ],
+)
+def test_what_to_do_is_about_what_was_found(
+    tmp_path: Path, tokenizer: Any, build: Any, cause: str, said: tuple[str, ...], not_said: tuple[str, ...]
+) -> None:
+    told = ending(build(tmp_path, tokenizer), tmp_path)
+    (incident,) = told["chain"]
+    assert (incident["cause"], incident["steps_lost"]) == (cause, 0)
+    advised = " ".join(f"{step.text} {step.why}" for step in read_run(tmp_path).next_steps)
+    for text in (f"{told['verdict']} {told['what_to_do']}", advised):
+        assert [each for each in said if each not in text] == []
+        assert [each for each in not_said if each in text] == []
 
 
 def test_a_rate_that_has_changed_nothing_is_not_blamed(tmp_path: Path, tokenizer: Any) -> None:

@@ -31,6 +31,18 @@ _NOT_THE_RATE = {
     Cause.GRADIENT: "the model, the loss or the precision they are computed in",
     Cause.MODEL_PRECISION_OR_DATA: "the model, the precision it computes in, or the data",
 }
+# What to do about it; where no place was found, the recipe has all of it.
+_REMEDIES: dict[Cause, str] = {
+    Cause.DATA: "Repair these values where they are made, or leave the column out: they are NaN or Inf before "
+    "anything is computed. `check_data_quality` counts the rows.",
+    Cause.PRECISION: "Train in bf16 or fp32 instead of fp16, which ends at 65504.",
+    Cause.MODEL: "Look at this module: log(0) or a division by zero in a layer of your own, or weights converted to a "
+    "type with too small a range (fp16 ends at 65504: load the model in bf16 or fp32).",
+    Cause.LOSS_OR_LABELS: "Look at labels that are all masked, and for log(0) or a division by zero in a loss of your "
+    "own.",
+    Cause.GRADIENT: "Look for the square root or the norm of 0, a division by a value near 0, or a `where` one branch "
+    "of which is not finite.",
+}
 
 
 class NonfiniteHealer(NumericsHealer):
@@ -143,6 +155,8 @@ class NonfiniteHealer(NumericsHealer):
         incident, window = opened.incident, context.step_in_hand
         keep_batch(self.run, window, incident)
         found = diagnose_start(window, str(incident.evidence.get("why", "")))
+        if found.cause in _REMEDIES:
+            found.evidence["remedy"] = f"{_REMEDIES[found.cause]} Another learning rate does not help."
         opened.diagnosed(found.failure, found.cause, found.evidence)
         incident.evidence.pop("why", None)
         window.skip(None)
@@ -150,7 +164,6 @@ class NonfiniteHealer(NumericsHealer):
             "loss or gradient is not finite, and no update has changed the weights yet, so it is neither the learning "
             f"rate nor the optimizer, but {_NOT_THE_RATE[found.cause]}. {found.evidence['diagnosis']}"
         )
-        incident.steps_lost = max(incident.steps_lost, 1)
         opened.stop_clock()
         self.numerics.limits.reset()
         self.actions.apply(FAILURE_RECIPES[found.failure].actions, context, self.args)
