@@ -147,7 +147,7 @@ def raised_by(tmp_path: Path, tokenizer: Any, refuse: Callable[[int, int], bool]
     return trainer, len(errors)
 
 
-@pytest.mark.parametrize(("since", "most"), [(4, 3), (1, 20)], ids=["later", "at the start"])
+@pytest.mark.parametrize(("since", "most"), [(4, 3), (1, 6)], ids=["later", "at the start"])
 def test_an_error_that_all_rows_raise_comes_out_at_once(tmp_path: Path, tokenizer: Any, since: int, most: int) -> None:
     trainer, times = raised_by(
         tmp_path, tokenizer, lambda number, _: number >= since, per_device_train_batch_size=16, max_steps=4
