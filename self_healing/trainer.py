@@ -558,7 +558,12 @@ class Recovery:
             evidence["remedy"] = error.remedy
         incident = journal.open(self._ending.step, type(error).__name__, evidence)
         where = " in evaluation" if failure is FailureType.OUT_OF_MEMORY and in_evaluation(error) else ""
-        journal.diagnosed(incident, failure, f"{failure.value.replace('_', ' ')}{where}", {})
+        cause, found = f"{failure.value.replace('_', ' ')}{where}", dict[str, Any]()
+        if (first := self._ending.told_by_another_rank(error)) is not None:
+            cause = f"{first.whose}: {first.failure.value}"
+            advice = f"See the postmortem or the output of {first.whose}. {FAILURE_RECIPES[first.failure].advice}"
+            found = {"diagnosis": str(first), "remedy": advice}
+        journal.diagnosed(incident, failure, cause, found)
         return incident
 
     def _carry_out(self, claim: Claim, point: Any) -> None:

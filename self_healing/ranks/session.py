@@ -304,6 +304,8 @@ class OtherRanks:
             state = other.process.state()
             if state is State.GONE:
                 why = "its process is gone without a word: killed, crashed in native code, or ended by os._exit"
+                if self._channel is None:
+                    why = "its process is gone, and what it may have said before cannot be read"
                 self._give_up(rank, why)
             elif state is not State.STOPPED:
                 other.stopped_since = None

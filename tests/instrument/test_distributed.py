@@ -180,6 +180,14 @@ def test_the_one_that_is_left_says_that_another_is_gone(results: list[dict[str, 
     assert left["run"] == faulty["run"]
 
 
+def test_the_one_that_is_left_says_what_the_other_has_raised(results: list[dict[str, Any]]) -> None:
+    left, _ = results[0]["faulty_1"]["first"]
+    incident = left["chain"][-1]
+    assert (incident["cause"], incident["outcome"]) == ("rank 1: user_code", "fatal")
+    assert "rank 1 failed first; it failed after step 3: ValueError: only here" in incident["evidence"]["diagnosis"]
+    assert left["what_to_do"].startswith("See the postmortem or the output of rank 1. Fix the cause named in the")
+
+
 def test_an_emergency_checkpoint_that_was_not_written_is_not_told_of(results: list[dict[str, Any]]) -> None:
     for postmortem in results[0]["faulty_1"]["first"]:
         assert postmortem["emergency_checkpoint"] is None

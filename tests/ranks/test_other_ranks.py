@@ -96,6 +96,21 @@ def test_a_rank_that_is_killed_is_given_up_by_the_others(job: Callable[..., list
     assert set(first.ranks.positions()) == {0, 1}
 
 
+def test_a_rank_that_is_gone_with_the_store_may_have_said_why(
+    child: Process, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = store_class("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = Rank(gone.port, 0, 2), Rank(gone.port, 1, 2, child)
+    wait_until(lambda: len(first.ranks.positions()) == 2)
+    del gone
+    wait_until(lambda: sum("cannot be listened to" in each.message for each in caplog.records) == 2)
+    os.kill(child.pid, signal.SIGKILL)
+    wait_until(lambda: first.told)
+    assert first.told[0].error == "its process is gone, and what it may have said before cannot be read"
+    first.ranks.leave()
+    second.ranks.leave()
+
+
 def test_a_rank_that_is_stopped_is_given_up_and_one_that_goes_on_soon_is_not(
     job: Callable[..., list[Rank]], child: Process
 ) -> None:

@@ -282,6 +282,11 @@ class Shutdown:
             verdict, failure, self.step, error, logged, checkpoint, advice, older_checkpoint, None, (), ranks, trained
         )
 
+    def told_by_another_rank(self, error: BaseException) -> Failure | None:
+        """Finds what another rank has failed with, where an exception says no more than that it is gone."""
+        first = self.run.ranks.first_failure(within=_HEARING_OF_IT) if comes_from_a_collective(error) else None
+        return None if first is None or first.follows or first.rank in (None, self.run.ranks.rank) else first
+
     def _ranks(self, error: BaseException | None) -> dict[str, Any] | None:
         """Gives what is known of the ranks of the job: which one failed first, and where the others were."""
         ranks = self.run.ranks
