@@ -22,6 +22,7 @@ from ..checkpoints.vetting import vet_weights
 from ..failures.classify import add_note, describe_exception
 from ..failures.recipes import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
 from ..hf.adapter import Instrument
+from ..hf.memory import in_evaluation, is_out_of_memory
 from ..hf.trainer_state import save_generated
 from ..journal.incident import BECAME, HEALED, Incident, counted, lost_steps
 from ..journal.terminal import Terminal, announce
@@ -42,7 +43,7 @@ from .numerics.detectors.rules import MetricRule
 from .numerics.judge import StepJudge
 from .numerics.ladder import MAX_SPIKE_SKIPS, SKIP_WINDOW
 from .numerics.state import NumericsState
-from .oom.healer import MemoryHealer
+from .oom.healer import ADVICE, MemoryHealer
 from .restarts.attempts import Attempts, continue_bookkeeping
 from .restarts.emergency import bookkeeping_now, leave_evaluation
 from .restarts.ending import Shutdown, switch_off_next_time
@@ -615,7 +616,8 @@ class RunEvents(Healer):
             return
         if not isinstance(error, UnrecoverableTrainingError):
             of = f"step {run.step} of {int(run.trainer.state.max_steps)}"
-            add_note(error, f"self_healing: stopped at {of}. More: {_report_command(run)}")
+            advice = f"{ADVICE['evaluation']} " if is_out_of_memory(error) and in_evaluation(error) else ""
+            add_note(error, f"self_healing: stopped at {of}. {advice}More: {_report_command(run)}")
         stop_speaking(run, error)
         if run.status is not None and not run.broken:
             run.status.end(RunState.STOPPED, run.step, describe_exception(error))

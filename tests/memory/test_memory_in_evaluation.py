@@ -116,6 +116,14 @@ def test_what_never_fits_stops_with_advice_about_the_evaluation(place: str, tmp_
     assert_advice_is_about_the_evaluation(tmp_path)
 
 
+def test_with_the_callback_alone_the_traceback_has_the_advice(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = evaluating(tmp_path, tokenizer, metrics=out_of_memory, callbacks=[SelfHealingCallback()])
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.train()
+    (note,) = caught.value.__notes__
+    assert note.startswith("self_healing: stopped at step 2 of 4. Only the evaluation did not fit.")
+
+
 def test_that_is_not_to_be_healed_gets_the_same_advice(tmp_path: Path, tokenizer: Any) -> None:
     trainer = evaluating(tmp_path, tokenizer, metrics=out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):

@@ -662,9 +662,9 @@ SMALLER_BATCHES = (
 # Three things to try, by where memory ran out; elsewhere it is what the recipe says.
 ADVICE = {
     "evaluation": (
-        "Only the evaluation did not fit. (1) Lower per_device_eval_batch_size, or keep less of each batch "
-        "(preprocess_logits_for_metrics, batch_eval_metrics). (2) Set eval_accumulation_steps=1, unless it is. (3) "
-        "Evaluate fewer or shorter rows, or the loss alone (prediction_loss_only)."
+        "Only the evaluation did not fit. (1) Lower per_device_eval_batch_size, or keep less of a batch "
+        "(preprocess_logits_for_metrics). (2) Set eval_accumulation_steps=1, or batch_eval_metrics. (3) Evaluate "
+        "fewer or shorter rows, or the loss alone (prediction_loss_only)."
     ),
     "generation": (
         "(1) Shorten max_completion_length, or the prompts. (2) Use less permanent memory: LoRA, weights "
