@@ -12,11 +12,14 @@ from ..system import processes
 from .deepspeed import Zero, engine_of, why_not_healed
 from .memory import retry_after_freeing
 from .objective import Objective
-from .state import LiveState, WeightSearch, is_sharded, live_state_of, nonfinite_tensors, unwrap_optimizer
+from .state import LiveState, WeightSearch, is_sharded, live_state_of, local, nonfinite_tensors, unwrap_optimizer
 
 
 # XLA and Megatron run the backward pass themselves, and nothing is known of how.
 _OWN_BACKWARD = (DistributedType.XLA, DistributedType.MEGATRON_LM)
+
+# How many weights, and numbers of each, stand for all of them where it is asked whether any has moved.
+_SOME_WEIGHTS, _SOME_NUMBERS = 8, 4096
 
 
 class TrainerView:
@@ -141,6 +144,15 @@ class TrainerView:
                 found.append(_inside(value))
                 inner.update(id(module) for module in _inside(value).modules())
         return found
+
+    def some_weights(self) -> torch.Tensor:
+        """Copies some numbers of a few of the weights that are trained, spread over the model."""
+        trained = [each for group in self._groups() for each in group["params"] if each.requires_grad]
+        # Where steps are only watched, the optimizer may hold others than it updates.
+        known = self.can_recompute and not self.has_flat_parameters
+        some = trained[:: max(len(trained) // _SOME_WEIGHTS, 1)] if known else []
+        numbers = [local(each).detach().flatten()[:_SOME_NUMBERS].to(self.device, torch.float32) for each in some]
+        return torch.cat(numbers) if numbers else torch.empty(0)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:

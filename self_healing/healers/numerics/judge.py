@@ -97,6 +97,7 @@ class StepJudge(Healer):
         numerics.schedule.observe(step, window.engine.view.scheduled_rate)
         if step % LOOK_EVERY == 0:
             self.applied.look_at_parameters(step)
+            self.applied.look_at_weights(signals)
         asked = window.stop_wanted or window.rollback_wanted or window.has_news or compares
         acted_on = asked or numerics.watch.incident or numerics.repeatability.owed or step <= numerics.observed_step
         if numerics.bounds is not None and not acted_on and numerics.bounds.admit(signals):

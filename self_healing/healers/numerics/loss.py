@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
+import torch
+
 from ...failures.recipes import FAILURE_RECIPES, INSPECTIONS, THE_END, Action, Cause, FailureType, Given, Symptom
 from ...hf.objective import StepSignals
 from ...hf.step import Window
@@ -16,6 +18,7 @@ from ...ranks import votes
 from ...run.healer import HealingContext
 from ...run.incidents import Diagnosis, OpenIncident
 from ...run.run import Run
+from .detectors.progress import PRACTICALLY_ZERO
 from .diagnosis import diagnose_rise, diagnose_stillness
 from .healer import NumericsHealer, keep_batch
 from .ladder import MAX_SPIKE_SKIPS, SKIP_WINDOW, UNHARMED
@@ -38,6 +41,14 @@ _FAILURES = {
 }
 # Steps in which other parameters may be trained without anybody having looked: fewer than a baseline is learned in.
 LOOK_EVERY = 10
+# Steps after which some weight has moved, if any does.
+_STEPS_TO_MOVE = 20
+_UNMOVED = {
+    "diagnosis": "There is a gradient and a learning rate, and no trained weight that was looked at has changed",
+    "remedy": "Look at what stands between them: an optimizer whose step() does nothing or holds copies of the "
+    "weights, a callback that clears gradients or puts weights back, updates that are rounded away (weights in bf16 "
+    "or fp16 with a rate this low: train in fp32, or raise it).",
+}
 
 
 class AppliedSteps(NumericsHealer):
@@ -50,6 +61,9 @@ class AppliedSteps(NumericsHealer):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._trained: list[bool] = []
+        # Of some weights: the step before which they were copied, its rate, the steps missing by then, and the copies.
+        self._weights: tuple[int, float, int, torch.Tensor] | None = None
+        self._have_moved = False
 
     def look_at_parameters(self, step: int) -> bool:
         """
@@ -67,6 +81,29 @@ class AppliedSteps(NumericsHealer):
         if self.numerics.clipping is not None:
             self.numerics.clipping.reset()
         return True
+
+    def look_at_weights(self, signals: StepSignals) -> None:
+        """Reports weights that 20 steps with a gradient and a rate have not moved; once some have, looks no more."""
+        view, (before, self._weights) = self.run.instrument.view, (self._weights, None)
+        if self._have_moved:
+            return
+        rate, missing = view.scheduled_rate, self.numerics.missing.count
+        if rate <= 0 or not (signals.grad_norm or 0.0) > PRACTICALLY_ZERO:
+            return
+        if before is not None and signals.step < before[0] + _STEPS_TO_MOVE:
+            self._weights = before
+            return
+        now = signals.step, rate, missing, view.some_weights()
+        self._have_moved = before is not None and not torch.equal(before[3], now[3])
+        if before is None or (not self._have_moved and (rate > before[1] or missing != before[2])):
+            # Not of a rate that still rises, nor where steps were left out.
+            self._weights = now
+        elif not self._have_moved and len(now[3]):
+            self._have_moved = True
+            evidence = {"metric": "learning rate", "value": rate, "steps": signals.step - before[0], **_UNMOVED}
+            with self.run.incident(signals.step, "weights_unmoved", evidence, "error") as opened:
+                opened.diagnosed(FailureType.RED_FLAG, "weights unmoved")
+                opened.close("reported")
 
     def take_in(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
         """Takes in a step with nothing wrong, as it will be applied."""
