@@ -151,7 +151,9 @@ class TrainerView:
         # Where steps are only watched, the optimizer may hold others than it updates.
         known = self.can_recompute and not self.has_flat_parameters
         some = trained[:: max(len(trained) // _SOME_WEIGHTS, 1)] if known else []
-        numbers = [local(each).detach().flatten()[:_SOME_NUMBERS].to(self.device, torch.float32) for each in some]
+        flat = [local(each).detach().flatten() for each in some]
+        # Spread as well: the first rows of an embedding may be those of tokens that no text has.
+        numbers = [each[:: max(len(each) // _SOME_NUMBERS, 1)].to(self.device, torch.float32) for each in flat]
         return torch.cat(numbers) if numbers else torch.empty(0)
 
     @property
