@@ -129,7 +129,8 @@ def _attach(run: Run, first: bool) -> None:
     instrument = run.instrument
     instrument.attach()
     run.healers.attach(first=first)
-    _tell_of_callbacks(run)
+    if processes.world_size() > 1:
+        _tell_of_callbacks(run)
     if first:
         refuse_wrong_sums(run)
     if run.wrapped:
