@@ -379,7 +379,7 @@ class Window:
             # A reference model that follows the model does so in a callback, which is not called again.
             return None
         rates, options = self.engine.rates.settings()
-        return Recording(self.step, control, self.start.rng, rates, self._scaled_by, options)
+        return Recording(self.step, control, self.start.rng, rates, self._scaled_by, options, self.epoch)
 
     def begin_from_here(self) -> None:
         """Has the step start from the state there is now, after a replay."""
@@ -531,6 +531,7 @@ class Recording:
     rates: list[float]
     scaled_by: float
     options: list[dict[str, Any]]
+    epoch: float | None = None
 
 
 def nbytes_of(value: Any, elsewhere_than: torch.device | None = None) -> int:

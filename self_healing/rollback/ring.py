@@ -360,7 +360,7 @@ class StepReplayer:
         """Applies an earlier step again, as it was applied then."""
         window, state = self._window, self._state
         assert window.start is not None
-        tokens, step, norm = state.num_input_tokens_seen, state.global_step, None
+        tokens, step, epoch, norm = state.num_input_tokens_seen, state.global_step, state.epoch, None
         # Once the step that is judged has been applied, what was logged and counted since then is as it should be.
         counts = window.start if step == window.step else window.ledger.capture()
 
@@ -370,13 +370,13 @@ class StepReplayer:
             return self._loss(recording.control)
 
         try:
-            # A loss may depend on it.
-            state.global_step = recording.step
+            # A loss may depend on them.
+            state.global_step, state.epoch = recording.step, recording.epoch
             loss = window.until_it_fits(compute)
             if math.isfinite(loss):
                 norm = self._engine.step_again(recording.rates, recording.scaled_by, recording.options)
         finally:
-            state.global_step = step
+            state.global_step, state.epoch = step, epoch
             self._engine.discard()
             window.ledger.rewind_counts(counts)
             state.num_input_tokens_seen = tokens

@@ -340,6 +340,8 @@ class Rollback:
 
 # How far, relatively, a loss may be from what it was for the step to count as the same without another look.
 _SAME = 1e-3
+# How far the first two may be, of the weights gone back to and after one update: no fault has come in between.
+_ROUNDING = 1e-5
 # How often steps are applied again from the state that was gone back to, where a fault strikes meanwhile.
 _STRIKES = 2
 # How many times the spread of replays another run of the same steps, the one that was recorded, may lie outside of it.
@@ -406,7 +408,7 @@ class Replay:
                     self.rollback.put(self.snapshot)
                     self.rollback.learned.recall(self.snapshot.extras)
             if kept:
-                pairs = self._compared(losses)
+                pairs = self._compared(losses) if self.loss_in_question else self._paired(losses)
                 apart = [abs(was - now) / max(abs(was), abs(now)) for was, now in pairs if was != now]
                 return Replayed(len(self.recordings), max(apart, default=0.0))
         return Replayed(None, why=why)
@@ -441,25 +443,30 @@ class Replay:
         raised = _Unwell if all(_is_same(was, now) for was, now in pairs) else _Struck
         raise raised(f"applied again, step {signals.step} does not look as it should (loss {signals.loss:.4g})")
 
-    def _compared(self, losses: Sequence[float]) -> list[tuple[float, float]]:
-        """Pairs the losses there were with those of a replay, up to the step in which the fault must be."""
+    def _paired(self, losses: Sequence[float]) -> list[tuple[float, float]]:
+        """Pairs the losses there were with those of a replay, as far as they are to be the same."""
         pairs = list[tuple[float, float]]()
         for recording, now in zip(self.recordings, losses, strict=False):
             was, unlike = recording.control.loss, self.unlike_from is not None and recording.step >= self.unlike_from
             if unlike or not math.isfinite(was):
                 break
             pairs.append((was, now))
-            if was > now + self.clearly * abs(now):
-                # It may have begun with less.
-                while pairs and pairs[-1][0] > pairs[-1][1] and not _is_same(*pairs[-1]):
-                    pairs.pop()
-                break
         return pairs
+
+    def _compared(self, losses: Sequence[float]) -> list[tuple[float, float]]:
+        """Pairs them up to the step in which the fault must be."""
+        pairs = self._paired(losses)
+        fault = next((at for at, (was, now) in enumerate(pairs) if was > now + self.clearly * abs(now)), len(pairs))
+        if fault < len(pairs):
+            # It may have begun with less.
+            while fault and pairs[fault - 1][0] > pairs[fault - 1][1] and not _is_same(*pairs[fault - 1]):
+                fault -= 1
+        return pairs[:fault]
 
     def _why_another(self, replays: Sequence[Sequence[float]]) -> str:
         """Says why what came out is another run than there was, as far as is known; nothing if it is the same."""
-        pairs = self._compared(replays[-1])
-        if all(_is_same(was, now) for was, now in pairs):
+        pairs, begins_otherwise = self._compared(replays[-1]), self._begins_otherwise(replays)
+        if not begins_otherwise and all(_is_same(was, now) for was, now in pairs):
             return ""
         if len(replays) == 1:
             return "applied again once, the losses are others than they were"
@@ -470,6 +477,8 @@ class Replay:
                 f"applied again from the same weights, the loss of step {first} is {_listed(firsts)}: something keeps "
                 "a state of its own that is not put back (a counter or a running mean that is a plain attribute)"
             )
+        if begins_otherwise:
+            return begins_otherwise
         spread = [max(losses) - min(losses) for losses in zip(*replays, strict=True)]
         for at, (was, now) in enumerate(pairs):
             if not _is_same(was, now) and abs(was - now) > _TIMES * max(spread[: at + 1 + _FEW]):
@@ -477,6 +486,19 @@ class Replay:
                 return (
                     f"applied again, the loss of step {first + at} is {found} and was {was:.6g}: further off than "
                     "noise of the kernels takes it, as if more than weights, optimizer and data made it up"
+                )
+        return ""
+
+    def _begins_otherwise(self, replays: Sequence[Sequence[float]]) -> str:
+        """Says which of the first losses all replays have otherwise: what it is computed with is not as it was."""
+        noise = max((max(losses) - min(losses) for losses in [*zip(*replays, strict=True)][: 2 + _FEW]), default=0.0)
+        for at, (was, now) in enumerate(self._paired(replays[-1])[:2]):
+            if abs(was - now) > max(_ROUNDING * abs(now), _TIMES * noise):
+                return (
+                    f"applied again {('from the same weights', 'by one update')[at]}, the loss of step "
+                    f"{self.recordings[at].step} is {_listed([losses[at] for losses in replays])} and was {was:.6g}: "
+                    "no noise, but something that callbacks set, which are not called again (a weight of the loss, "
+                    "label smoothing, dropout, gradients)"
                 )
         return ""
 

@@ -59,6 +59,10 @@ class StepJudge(Healer):
         known, states = len(self.run.journal.incidents), self.rollback.states
         try:
             signals, calm = self._judge(window)
+            applied = self.numerics.applied
+            if applied is not None and applied.step == window.step:
+                # As it was healed.
+                signals = applied
             due = states.step_taken(window, signals.loss, calm, self.replicas.compared_since)
             tensors = states.promote(window.step) if due else []
             if self.rollback.checkpoints.waiting:
