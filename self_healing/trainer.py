@@ -523,7 +523,7 @@ class Recovery:
             self.run.part(FinalSnapshot).leave(self.run.attached)
         # Saved before anything else is tried: what follows may fail.
         point, unmoved = self._resume_from(incident, error, failure, resume_from)
-        if claim is None or (failure is FailureType.OUT_OF_MEMORY and claim.batch is None):
+        if claim is None or (failure is FailureType.OUT_OF_MEMORY and claim.remedy is Action.STOP):
             # Memory that ran out while another exception was on its way has remedies of its own.
             claim = self._outside_of_model.claim(error, incident) or claim_by_recipe(incident, failure)
         if claim.remedy is Action.STOP or several or not self._can_enter_again:

@@ -65,8 +65,23 @@ def test_predictions_that_pile_up_are_moved_to_the_host(
     assert_same_weights(weights(trainer), weights(plain))
     assert trainer.args.per_device_train_batch_size == plain.args.per_device_train_batch_size
     assert actions(tmp_path / "healed") == ["emergency_checkpoint", "move_predictions_to_host"]
-    (outcome,) = journal(tmp_path / "healed", "outcome")
-    assert (outcome["outcome"], outcome["steps_lost"]) == ("resolved", 0)
+    # First with memory freed alone.
+    outcomes = [(outcome["outcome"], outcome["steps_lost"]) for outcome in journal(tmp_path / "healed", "outcome")]
+    assert outcomes == [("resolved", 0)] * 2
+
+
+def test_an_evaluation_that_fits_once_memory_is_freed_stays_as_it_is(tmp_path: Path, tokenizer: Any) -> None:
+    times: list[int] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        times.append(1)
+        return out_of_memory() if len(times) == 1 else count(prediction)
+
+    trainer = evaluating(tmp_path, tokenizer, metrics=metrics)
+    SelfHealingTrainer(trainer).train()
+    assert len(results(trainer)) == 2
+    assert trainer.args.eval_accumulation_steps is None
+    assert [outcome["outcome"] for outcome in journal(tmp_path, "outcome")] == ["resolved"]
 
 
 def test_a_model_that_has_no_memory_left_beside_predictions_is_called_again_without_them(

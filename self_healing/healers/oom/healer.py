@@ -629,9 +629,9 @@ class MemoryOutsideOfModel:
             return None
         if evaluates:
             again, self._evaluated_at = step == self._evaluated_at, step
-            piles_up = self._run.may_enter_again and predictions_pile_up(self._trainer)
-            otherwise = Action.STOP if again else Action.FREE_MEMORY
-            return Claim(incident, Action.MOVE_PREDICTIONS_TO_HOST if piles_up else otherwise)
+            may_move = self._run.may_enter_again and predictions_pile_up(self._trainer)
+            remedy = Action.MOVE_PREDICTIONS_TO_HOST if may_move else Action.STOP
+            return Claim(incident, remedy if again else Action.FREE_MEMORY)
         last, self._ran_out_at = self._ran_out_at, step
         if last is None or step - last > _LATELY:
             return Claim(incident, Action.FREE_MEMORY)
