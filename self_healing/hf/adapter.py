@@ -125,6 +125,7 @@ class Instrument:
         # What comes between two steps.
         self.replace(trainer, "_maybe_log_save_evaluate", self.saves.log_evaluate_save)
         self.replace(trainer, "log", in_section("log", self.saves.log))
+        self.saves.print_without_ours()
         self.replace(trainer, "_evaluate", in_section("evaluate", self.saves.evaluate))
         self.replace(trainer, "prediction_step", in_section("prediction", self.retry.prediction_step))
         self.replace(trainer, "_save_checkpoint", in_section("save", self.saves.save_checkpoint))

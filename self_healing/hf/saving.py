@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from accelerate.utils import save_fsdp_optimizer
 from torch.distributed.checkpoint.api import CheckpointException
+from transformers import PrinterCallback, ProgressCallback
 from transformers import trainer as trainer_module
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
@@ -137,6 +138,14 @@ class SaveSchedule:
                 self._hooks.before_best_model()
         return original(logs, *args, **kwargs)
 
+    def print_without_ours(self) -> None:
+        """Has callbacks that print a log leave out our numbers, which are for trackers and the log history."""
+        for callback in self._trainer.callback_handler.callbacks:
+            # TRL's need not be installed.
+            rich = any(each.__name__ == "RichProgressCallback" for each in type(callback).__mro__)
+            if rich or isinstance(callback, PrinterCallback | ProgressCallback):
+                self._instrument.replace(callback, "on_log", _without_ours)
+
     def _cover_the_whole_run(self, logs: dict[str, float]) -> None:
         """Corrects the Trainer's final speed metrics, which know only the last entry into `train()`."""
         runtime, whole = logs["train_runtime"], time.time() - self._instrument.started_at
@@ -232,6 +241,12 @@ class SaveSchedule:
         state = self._trainer.state
         if state.best_global_step == self._view.step:
             state.best_metric, state.best_global_step = self._best_before
+
+
+def _without_ours(original: Callable[..., Any], *args: Any, logs: Any = None, **kwargs: Any) -> Any:
+    theirs = {name: value for name, value in (logs or {}).items() if not name.startswith("healing/")}
+    # The same object where there are none: a printer may take something out of it for the callbacks after it.
+    return original(*args, logs=logs if len(theirs) == len(logs or {}) else theirs, **kwargs)
 
 
 class CheckpointSaving:
