@@ -25,10 +25,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 walks = importlib.import_module("walks")
 _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
-CODE_LINES = 26_480
-LINES = 37_540
-MODULES = 131
-FUNCTIONS = 2_500
+CODE_LINES = 27_600
+LINES = 39_100
+MODULES = 134
+FUNCTIONS = 2_610
 SETTINGS = 40
 # Of the statements of a function, from its `def` to its end without its docstring.
 NINE_OF_TEN, LONGEST = 18, 62
