@@ -559,7 +559,7 @@ class Recovery:
         incident = journal.open(self._ending.step, type(error).__name__, evidence)
         where = " in evaluation" if failure is FailureType.OUT_OF_MEMORY and in_evaluation(error) else ""
         cause, found = f"{failure.value.replace('_', ' ')}{where}", dict[str, Any]()
-        if (first := self._ending.told_by_another_rank(error)) is not None:
+        if processes.world_size() > 1 and (first := self._ending.told_by_another_rank(error)) is not None:
             cause = f"{first.whose}: {first.failure.value}"
             advice = f"See the postmortem or the output of {first.whose}. {FAILURE_RECIPES[first.failure].advice}"
             found = {"diagnosis": str(first), "remedy": advice}

@@ -183,24 +183,26 @@ def add_note(error: BaseException, note: str) -> None:
         logger.warning("%s (%s takes no note.)", note, type(error).__name__)
 
 
+_IN_BETWEEN = ("self_healing", "tenacity")
+
+
 def drop_own_frames(error: BaseException) -> None:
     """Takes what lies in between, ours and that of retries, out of the traceback of an error that others raised."""
     chain = [*_chain_of(error)]
-    if any(isinstance(each, recipes.HealingFailed) for each in chain):
-        return
     for each in chain:
-        entries, entry = list[types.TracebackType](), each.__traceback__
+        if isinstance(each, recipes.HealingFailed):
+            return
+    for each in chain:
+        kept, entry, last = list[types.TracebackType](), each.__traceback__, None
         while entry is not None:
-            entries, entry = [*entries, entry], entry.tb_next
-        kept = [entry for entry in entries if not _lies_in_between(entry)]
-        if kept and kept[-1] is entries[-1]:
+            if str(entry.tb_frame.f_globals.get("__name__")).partition(".")[0] not in _IN_BETWEEN:
+                kept.append(entry)
+            last, entry = entry, entry.tb_next
+        # One that we have raised is ours, and left whole.
+        if kept and kept[-1] is last:
             for entry, following in zip(kept, [*kept[1:], None], strict=True):
                 entry.tb_next = following
             each.__traceback__ = kept[0]
-
-
-def _lies_in_between(entry: types.TracebackType) -> bool:
-    return str(entry.tb_frame.f_globals.get("__name__")).partition(".")[0] in ("self_healing", "tenacity")
 
 
 def attribute_of(holder: Any, name: str) -> Any:
