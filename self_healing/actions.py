@@ -15,7 +15,8 @@ from .failures.recipes import Action
 from .failures.retry import RetryPolicy
 from .healers.inspection import check_data_quality, check_model_init, vocabulary_of
 from .healers.numerics.remedies import USUAL_MAX_GRAD_NORM
-from .hf.memory import free_memory
+from .hf.memory import BatchPlan, change_batch, free_memory
+from .hf.patching import find_trainer
 from .run.healer import HealingContext
 from .run.run import Run
 from .system.files import jsonable
@@ -38,7 +39,9 @@ class HealingActions:
     Carries out actions, for code of your own that decides what is to be done.
 
     During a run of the callback it is the engine that heals by itself that carries them out, on the trainer. Without
-    one, the training arguments are changed, for the run that is to begin with them.
+    one, the training arguments are changed, for the trainer that is built with them next, or for that of
+    `SelfHealingTrainer.actions_engine`. What `roll_back` finds is in `args.resume_from_checkpoint`, which a script
+    hands to `train()`; what an optimizer that exists has taken from the arguments stays.
 
     Args:
         config ([`HealingConfig`] or `dict`, *optional*):
@@ -56,6 +59,8 @@ class HealingActions:
         self.config = as_config(config)
         self.callback = callback
         self.results: list[dict[str, Any]] = []
+        # Built already, where a wrapper knows it: it has taken sizes from its arguments.
+        self.trainer: Any = None
         # Of those without a run: reductions of the learning rate less increases, and waits.
         self._reductions = self._waits = 0
 
@@ -90,6 +95,10 @@ class HealingActions:
         if run is not None and isinstance(context, HealingContext):
             context.instrument = context.instrument or run.attached
             self._in_run(run, asked, context, training_args)
+        elif (run is None or run.attached is None) and self.callback and find_trainer(self.callback) is not None:
+            why = "healing begins later in on_train_begin: please ask for it from the first step on"
+            for action in asked:
+                self._note(action, {"why": why})
         elif run is None or run.attached is None:
             given = context if isinstance(context, Mapping) else {}
             for action in asked:
@@ -125,7 +134,7 @@ class HealingActions:
                 except ValueError as error:
                     result = {"why": str(error)}
             if action is Action.CHECKPOINT_ACTIVATIONS and "why" not in result:
-                args.gradient_checkpointing = True
+                _set(args, **_checkpointing_in(args))
             self._note(action, result)
 
     # ---- without a run ----
@@ -140,12 +149,14 @@ class HealingActions:
                 self._reductions += 1
                 return _set(args, learning_rate=args.learning_rate * factor)
             case Action.INCREASE_LEARNING_RATE:
+                if self._reductions <= -self.config.max_lr_reductions:
+                    return {"why": "`max_lr_reductions` bounds increases as well"}
                 self._reductions -= 1
                 return _set(args, learning_rate=args.learning_rate / factor)
             case Action.REDUCE_BATCH_SIZE:
                 return self._smaller_batch(args)
             case Action.CHECKPOINT_ACTIVATIONS:
-                return _set(args, gradient_checkpointing=True)
+                return _set(args, **_checkpointing_in(args))
             case Action.ENABLE_GRAD_CLIP:
                 return _set(args, max_grad_norm=args.max_grad_norm or USUAL_MAX_GRAD_NORM)
             case Action.FREE_MEMORY:
@@ -168,8 +179,11 @@ class HealingActions:
         if divisor is None or not self.config.oom_reduce_batch:
             limit = "`per_device_train_batch_size` is 1" if divisor is None else "`oom_reduce_batch` is false"
             return {"why": limit}
-        accumulation = args.gradient_accumulation_steps * divisor
-        return _set(args, per_device_train_batch_size=rows // divisor, gradient_accumulation_steps=accumulation)
+        accumulation = args.gradient_accumulation_steps
+        plan = BatchPlan(rows // divisor, accumulation * divisor, rows, accumulation)
+        if self.trainer is not None and self.trainer.args is args:
+            change_batch(self.trainer, plan)
+        return _set(args, per_device_train_batch_size=plan.rows, gradient_accumulation_steps=plan.accumulation)
 
     def _wait(self) -> dict[str, Any]:
         if self._waits >= self.config.api_retry_attempts:
@@ -191,6 +205,11 @@ def _actions_in(actions: Iterable[Action | str] | Action | str) -> list[Action]:
         except ValueError:
             raise ValueError(f"{str(each)!r} is no action; the actions are: {', '.join(Action)}") from None
     return found
+
+
+def _checkpointing_in(args: TrainingArguments) -> dict[str, bool]:
+    """Switches it on by the name that the Trainer reads, and by the one from before transformers 5.2x."""
+    return {name: True for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(args, name)}
 
 
 def _set(args: TrainingArguments, **values: Any) -> dict[str, Any]:

@@ -153,7 +153,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
 
     def _logged(self, name: str) -> list[float]:
         history = [] if self._trainer_state is None else self._trainer_state.log_history
-        return [float(entry[name]) for entry in history if name in entry]
+        return [float(entry[name]) for entry in history if isinstance(entry.get(name), int | float)]
 
     # As in [`HealingReport`], whose docstrings say what they are.
     nan_count, recovery_actions = _of_report("nan_count"), _of_report("callback_actions")
@@ -166,6 +166,10 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         return 0 if self.run is None else self.run.budget.used
 
     # ---- a run begins and ends ----
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self.actions = HealingActions(self.config, self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self._trainer or find_trainer(self)

@@ -409,7 +409,10 @@ class SelfHealingTrainer:
     def actions_engine(self) -> HealingActions | None:
         """Carries out actions by name, in the run of the callback."""
         callback = self._find_callback()
-        return None if callback is None else callback.actions
+        if callback is None:
+            return None
+        callback.actions.trainer = self.trainer
+        return callback.actions
 
     @property
     def attempt(self) -> int:

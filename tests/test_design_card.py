@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import OutputFault, sft_trainer
@@ -25,6 +26,7 @@ from self_healing import (
     ZClip,
     judge_log,
 )
+from self_healing.healers.numerics.learning_rate import LearningRateControl
 from self_healing.tools.cli import app
 
 
@@ -130,6 +132,44 @@ def test_actions_during_a_run_are_those_of_the_engine_that_heals(tmp_path: Path,
     assert incident["actions"] == ["roll_back", "reduce_learning_rate", "enable_grad_clip", "check_model_init"]
 
 
+def test_what_is_asked_for_before_healing_has_begun_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    healing = SelfHealingCallback()
+
+    class AtTheStart(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            healing.actions.apply(["halve_batch_size", "halve_learning_rate"], {}, args)
+
+    trainer = sft_trainer(tmp_path, tokenizer, max_steps=2, callbacks=[AtTheStart(), healing])
+    trainer.train()
+    assert ["begins later" in line["why"] for line in healing.actions.results] == [True, True]
+    assert (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps) == (4, 2)
+
+
+def test_the_engine_of_a_wrapper_halves_the_batch_of_its_trainer(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, max_steps=2)
+    engine = SelfHealingTrainer(trainer).actions_engine
+    assert engine is not None
+    engine.apply("halve_batch_size", None, trainer.args)
+    rows = list[int]()
+    trainer.model.register_forward_pre_hook(
+        lambda _, __, given: rows.append(len(given["input_ids"])), with_kwargs=True
+    )
+    trainer.train()
+    assert rows == [2, 2, 2, 2] * 2
+
+
+def test_increases_undo_reductions_and_are_limited() -> None:
+    control = LearningRateControl(HealingConfig(max_lr_reductions=2))
+    for _ in range(2):
+        control.reduce(5)
+    assert control.scale(6) < 0.5
+    for _ in range(2):
+        assert control.increase(7)
+    assert (control.scale(8), control.reductions) == (1.0, 0)
+    assert [control.increase(9) for _ in range(3)] == [True, True, False]
+    assert control.scale(9) == 4.0
+
+
 # ---- settings, kinds of failure, recipes ----
 
 
@@ -197,6 +237,7 @@ def test_zclip_takes_a_norm_or_parameters() -> None:
     clipped = zclip.update_and_clip(50.0)
     assert 1.0 < clipped < 1.2
     assert zclip.clip_count == 1
+    assert zclip.update_and_clip(torch.tensor(1.0)) == zclip.update_and_clip(np.float32(1.0)) == 1.0
     again = ZClip(warmup_steps=5)
     again.load_state_dict(zclip.state_dict())
     assert (again.mean, again.std, again.clip_count) == (zclip.mean, zclip.std, zclip.clip_count)
@@ -274,9 +315,25 @@ def test_gradients_that_are_not_finite_count_as_one_step_each() -> None:
     detector, model = NaNDetector(max_consecutive=2), torch.nn.Linear(2, 1)
     (model(torch.ones(1, 2)) * math.inf).sum().backward()
     for step in range(2):
+        # Of two micro-batches.
+        assert detector.check_loss(1.0, step)
         assert detector.check_loss(1.0, step)
         assert not detector.check_gradients(model, step)
     assert (detector.should_rollback, detector.state.total, detector.state.last_good_step) == (True, 2, None)
+
+
+def test_large_gradients_are_finite_and_steps_between_bad_ones_count() -> None:
+    model, embedding = torch.nn.Linear(300, 300).half(), torch.nn.Embedding(4, 2, sparse=True)
+    for each in model.parameters():
+        each.grad = torch.full_like(each, 5e4)
+    assert NaNDetector().check_gradients(model, 0)
+    embedding(torch.tensor([1])).sum().backward()
+    assert NaNDetector().check_gradients(embedding, 0)
+    detector = NaNDetector("skip", max_consecutive=2)
+    for step in range(6):
+        model.weight.grad = torch.full_like(model.weight, math.nan if step % 2 else 1.0)
+        assert detector.check_gradients(model, step) is (step % 2 == 0)
+    assert (detector.should_rollback, detector.state.total) == (False, 3)
 
 
 def test_a_nan_detector_warns_or_raises(caplog: Any) -> None:
@@ -302,6 +359,16 @@ def test_judge_reads_what_the_trainer_wrote(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["judge", str(tmp_path), "--json"])
     assert result.exit_code == 1
     assert [(each["step"], each["symptom"]) for each in json.loads(result.output)] == [(41, "nonfinite_loss")]
+    (tmp_path / "run" / "checkpoint-9").mkdir(parents=True)
+    (tmp_path / "trainer_state.json").rename(tmp_path / "run" / "checkpoint-9" / "trainer_state.json")
+    assert [each.step for each in judge_log(tmp_path / "run")] == [41]
+    lines = tmp_path / "log.jsonl"
+    lines.write_text("\n".join(json.dumps(entry) for entry in entries))
+    assert [each.step for each in judge_log(lines)] == [41]
+    for content in (b'{"log_history": null}', b'{"log_history": [1, {"loss": null}]}', b"\xff\xfe\x00", b"{", b""):
+        lines.write_bytes(content)
+        with pytest.raises(ValueError, match=str(lines)):
+            judge_log(lines)
     empty = tmp_path / "notes.csv"
     empty.write_text("a,b\n1,2\n")
     result = CliRunner().invoke(app, ["judge", str(empty)])

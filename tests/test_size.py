@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 walks = importlib.import_module("walks")
 _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
-CODE_LINES = 27_600
-LINES = 39_100
+CODE_LINES = 27_640
+LINES = 39_160
 MODULES = 134
 FUNCTIONS = 2_610
 SETTINGS = 40

@@ -92,6 +92,13 @@ def dry_run(trainer: Trainer, num_steps: int = 2) -> DryRunReport:
             f"A dry run cannot undo what {optimizer} updates in the backward pass. Please train a few steps "
             "of a trainer of its own instead: max_steps=2 and another output_dir."
         )
+    held = {id(each) for group in getattr(trainer.optimizer, "param_groups", ()) for each in group["params"]}
+    model: Any = trainer.model
+    if held and held.isdisjoint(id(each) for each in model.parameters() if each.requires_grad):
+        raise ValueError(
+            "A dry run cannot undo what an optimizer updates in hooks of its own: no trainable weight is in that of "
+            "the trainer. Please train a few steps of another trainer instead: max_steps=2 and another output_dir."
+        )
     data, model = _inspected(trainer)
     clock = _Clock()
     device = trainer.accelerator.device

@@ -61,8 +61,9 @@ class ServiceCalls(Healer):
         self._never_finite: dict[str, Incident] = {}
         # What stands in for a reward function, and the function.
         self._rewards: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
-        # Of each reward function: what it was given for a completion that it has answered for.
-        self._answered: dict[str, dict[str, Any]] = {}
+        # Of each reward function, two of which may have one name: what it was given for a completion that it has
+        # answered for.
+        self._answered: dict[int, dict[str, Any]] = {}
         # Completions that a reward function has raised for.
         self._without_value = 0
 
@@ -212,15 +213,17 @@ class ServiceCalls(Healer):
 
     def _answer(self, asked: _Asked, answer: Any) -> Any:
         answer = _checked(answer)
-        if asked.service not in self._answered and asked.count:
-            self._answered[asked.service] = asked.part([0])
+        if id(asked.ask) not in self._answered and asked.count:
+            self._answered[id(asked.ask)] = asked.part([0])
         return answer
 
     def _of_completions(self, error: Exception, asked: _Asked) -> Exception:
         """Gives the exception back if completions may be to blame for it; raises it else."""
         # One that has met other ranks cannot begin again alone.
         alone = None is not asked.begun == votes.collectives_begun()
-        if alone and _is_of_the_code(error) and asked.count > 0 and self._run.config.on_bad_sample != "raise":
+        # A coroutine cannot raise it again.
+        wanted = not isinstance(error, StopIteration) and self._run.config.on_bad_sample != "raise"
+        if alone and wanted and _is_of_the_code(error) and asked.count > 0:
             return error
         raise error
 
@@ -235,13 +238,14 @@ class ServiceCalls(Healer):
             if answers is None:
                 raise error
             rewards = _spread(answers, left, asked.count)
+        _checked(rewards)
         with self._contained():
             self._tell_of(asked, error, bad, time.perf_counter() - began)
         return rewards
 
     async def _at_fault(self, asked: _Asked, error: Exception) -> list[int]:
         """Finds the completions that the function raises for by themselves, by halves; raises where it is the code."""
-        known = self._answered.get(asked.service)
+        known = self._answered.get(id(asked.ask))
         if known is not None and await asked.answers([0], known) is None:
             # It had an answer for this one.
             raise error

@@ -147,9 +147,9 @@ class TrainerView:
 
     def some_weights(self) -> torch.Tensor:
         """Copies some numbers of a few of the weights that are trained, spread over the model."""
-        trained = [each for group in self._groups() for each in group["params"] if each.requires_grad]
-        # Where steps are only watched, the optimizer may hold others than it updates.
-        known = self.can_recompute and not self.has_flat_parameters
+        # Those of the model: the optimizer may hold others.
+        trained = [each for each in self._trainer.model.parameters() if each.requires_grad]
+        known = not self.under_deepspeed and not self.has_flat_parameters
         some = trained[:: max(len(trained) // _SOME_WEIGHTS, 1)] if known else []
         flat = [local(each).detach().flatten() for each in some]
         # Spread as well: the first rows of an embedding may be those of tokens that no text has.

@@ -46,7 +46,7 @@ class HealingReport:
             The rate that worked: the one in force after the last reduction. `None` if it was never reduced.
         status ([`RunStatus`], *optional*):
             Whether the newest run goes on, has ended or died, at which step. `None` if nothing tells.
-        attempts (`int`, *optional*, defaults to 1):
+        attempts (`int`, *optional*, defaults to 0):
             How often `train()` was entered, as far as it is known.
         last_good_step (`int`, *optional*):
             The newest optimizer step that was found fit and applied.
@@ -60,7 +60,7 @@ class HealingReport:
     learning_rate_scale: float = 1.0
     learning_rate: float | None = None
     status: RunStatus | None = None
-    attempts: int = 1
+    attempts: int = 0
     last_good_step: int | None = None
     zclip_total_clips: int | None = None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 from ..config.healing_config import HealingConfig, as_config
 from ..config.schema import ConfigurationError
-from ..failures.recipes import Symptom
+from ..failures.recipes import Symptom, text_of
 from ..healers.numerics.detectors.panel import DetectorPanel
 from ..healers.numerics.detectors.rules import OBJECTIVES, MetricRules, finite_number, load_rules, rules_for
 from ..healers.numerics.detectors.spikes import NonFiniteDetector
@@ -112,10 +114,10 @@ def judge_log(
 def _of_step(
     step: int, metrics: Mapping[str, Any], panel: DetectorPanel, nonfinite: NonFiniteDetector
 ) -> list[Symptom]:
-    if "loss" not in metrics:
+    loss, norm = metrics.get("loss"), metrics.get("grad_norm")
+    if not isinstance(loss, int | float):
         return []
-    norm = metrics.get("grad_norm")
-    signals = StepSignals(step, float(metrics["loss"]), None if norm is None else float(norm))
+    signals = StepSignals(step, float(loss), float(norm) if isinstance(norm, int | float) else None)
     broken = nonfinite.observe(signals)
     if broken is not None:
         return [broken]
@@ -134,9 +136,12 @@ def _judged(symptom: Symptom) -> Judgement:
 
 
 def _entries_of(path: Path) -> Sequence[tuple[int, Mapping[str, Any]]]:
-    path = path / "trainer_state.json" if path.is_dir() else path
-    entries = list(_read(path))
-    if not any("loss" in metrics for _, metrics in entries):
+    path = _log_in(path) if path.is_dir() else path
+    try:
+        entries = list(_read(path))
+    except (ValueError, EOFError, RecursionError, csv.Error, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} cannot be read as a log: {text_of(error)}. Please name another file.") from error
+    if not any(isinstance(metrics.get("loss"), int | float) for _, metrics in entries):
         raise ValueError(
             f"{path} holds no logged loss. Please name a trainer_state.json, a directory with one, or a CSV file with "
             "the columns step and loss."
@@ -144,18 +149,29 @@ def _entries_of(path: Path) -> Sequence[tuple[int, Mapping[str, Any]]]:
     return entries
 
 
+def _log_in(directory: Path) -> Path:
+    """The newest trainer_state.json: that of the run, or that of its newest checkpoint."""
+    whole = directory / "trainer_state.json"
+    of_checkpoints = directory.glob("checkpoint-*/trainer_state.json")
+    return whole if whole.is_file() else max(of_checkpoints, default=whole, key=os.path.getmtime)
+
+
 def _read(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     text = content.decode("utf-8-sig")
     if text.lstrip().startswith(("{", "[")):
-        read = json.loads(text)
-        rows = read.get("log_history", []) if isinstance(read, dict) else read
+        lines = [line for line in text.splitlines() if line.strip()]
+        each_a_line = len(lines) > 1 and lines[0].startswith("{") and lines[0].rstrip().endswith("}")
+        read = [*map(json.loads, lines)] if each_a_line else json.loads(text)
+        rows = (read.get("log_history") or []) if isinstance(read, dict) else read
     else:
         rows = [
             {name: _number(value) for name, value in row.items() if value} for row in csv.DictReader(text.splitlines())
         ]
-    for number, row in enumerate(rows):
-        yield int(row.get("step", number)), {name: value for name, value in row.items() if name != "step"}
+    for number, row in enumerate(row for row in (rows if isinstance(rows, list) else ()) if isinstance(row, dict)):
+        step = row.get("step")
+        known = {name: value for name, value in row.items() if name != "step"}
+        yield int(step) if isinstance(step, int | float) else number, known
 
 
 def _number(value: Any) -> Any:
@@ -171,5 +187,5 @@ def _objective_of(entries: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
         return "dpo"
     if "reward" in names or "completions/mean_length" in names:
         return "grpo"
-    losses = [finite_number(metrics["loss"]) for _, metrics in entries if "loss" in metrics]
+    losses = [finite_number(metrics.get("loss")) for _, metrics in entries]
     return "unknown" if any(loss is not None and loss < 0 for loss in losses) else "sft"

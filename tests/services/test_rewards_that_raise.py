@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,23 @@ def test_a_reward_that_has_no_answers_any_more_is_the_users_to_mend(tmp_path: Pa
     # One that raises, the same again, and one that it had an answer for.
     assert reward.calls == 1 + 3
     assert not quarantined(tmp_path)
+
+
+class NoNumber(Reward):
+    calls = 0
+
+    def __call__(self, **given: Any) -> list[float | None]:  # type: ignore[override]
+        self.calls += 1
+        if self.calls == 2:
+            raise ValueError("cannot read")
+        answers = super().__call__(**given)
+        return [math.inf, *answers[1:]] if self.calls == 3 else answers
+
+
+def test_what_is_answered_after_it_raised_has_to_be_a_number_as_well(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = trained("grpo", tmp_path, tokenizer, NoNumber(lambda *_: False))
+    assert all(math.isfinite(entry["reward"]) for entry in trainer.state.log_history if "reward" in entry)
+    assert "NonFiniteReward" in {event["symptom"] for event in journal(tmp_path, "detected")}
 
 
 def test_no_more_completions_are_given_up_than_of_the_data(tmp_path: Path, tokenizer: Any) -> None:

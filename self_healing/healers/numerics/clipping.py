@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, overload
@@ -165,8 +165,10 @@ class ZClip(KeepsState):
                 Total norm of their gradients before any clipping, if it is known already. It is computed if left out.
                 Either way it is read on the host, which waits for the device.
         """
-        if isinstance(parameters, (int, float)):
-            decided = self.decide(float(parameters))
+        # A tensor without dimensions and without a gradient is what `clip_grad_norm_` returns.
+        is_norm = isinstance(parameters, Tensor) and parameters.dim() == 0 and parameters.grad is None
+        if is_norm or not isinstance(parameters, nn.Module | Iterable):
+            decided = self.decide(float(parameters))  # type: ignore[arg-type]
             return decided.norm * decided.factor
         if grad_norm is None:
             if not isinstance(parameters, nn.Module):

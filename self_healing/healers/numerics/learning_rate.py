@@ -105,11 +105,20 @@ class LearningRateControl(KeepsState):
             self._level = self._ceiling = max(to, self._level)
         return self._level
 
-    def increase(self, step: int) -> None:
-        """Undoes a reduction, or goes above the schedule by as much; it is no reduction that grows back."""
-        self._level = self._ceiling = self._scale(step) / self.config.lr_reduce_factor
+    def increase(self, step: int) -> bool:
+        """Undoes the newest reduction, or goes above the schedule by one; whether it is allowed to."""
+        factor = self.config.lr_reduce_factor
+        if self._level > factor ** (0.5 - self.config.max_lr_reductions):
+            return False
+        self._level /= factor**self._exponent
+        self._exponent = max(self._exponent // 2, 1)
         self.reductions = max(self.reductions - 1, 0)
+        if self.reductions == 0 and self._level > factor**0.5:
+            # Rounded: back at the schedule's rate, or above it by whole steps.
+            self._level = factor ** round(math.log(self._level, factor))
+        self._ceiling = max(self._ceiling, self._level) if self.reductions else self._level
         self._changed_at, self._warm_from, self.touched = step, None, True
+        return True
 
     def lowest(self, step: int) -> float:
         """The factor that all reductions which are left would lead to."""

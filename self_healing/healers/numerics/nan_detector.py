@@ -13,7 +13,7 @@ from torch import nn
 
 from ...config.schema import ConfigurationError
 from ...failures.recipes import FailureType, UnrecoverableTrainingError
-from ...hf.state import total_gradient_norm
+from ...hf.state import local
 from ...ranks import votes
 from ...system.processes import own_rank, world_size
 
@@ -81,25 +81,26 @@ class NaNDetector:
         self.action = action
         self.max_consecutive = max_consecutive
         self.state = NaNState()
-        # As before the step whose loss was good last: its gradients may still be bad.
+        # Of the step that is asked about: whether it is bad, and what stood before it.
+        self._step: int | None = None
+        self._bad = False
         self._before: tuple[int, float | None, int | None] = (0, None, None)
 
     def check_loss(self, loss: float | torch.Tensor, step: int) -> bool:
         """
-        Whether the loss of a step is finite on all ranks. Of a tensor it waits for the device.
+        Whether the loss of a step, or of one of its micro-batches, is finite on all ranks. Of a tensor it waits for
+        the device.
 
         Raises:
             UnrecoverableTrainingError: If it is not, with `action="raise"`.
         """
         device = loss.device if isinstance(loss, torch.Tensor) else _device()
-        value = float(loss)
+        value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         self.state.history.append((step, value))
-        if self._refuses("loss", value, step, device):
-            return False
-        state = self.state
-        self._before = state.consecutive, state.last_good_loss, state.last_good_step
-        state.consecutive, state.last_good_loss, state.last_good_step = 0, value, step
-        return True
+        good = self._is_good(math.isfinite(value), f"loss is {value}", "loss", step, device)
+        if good and not self._bad:
+            self.state.last_good_loss, self.state.last_good_step = value, step
+        return good
 
     def check_gradients(self, model: nn.Module, step: int) -> bool:
         """
@@ -108,30 +109,44 @@ class NaNDetector:
         Raises:
             UnrecoverableTrainingError: If they are not, with `action="raise"`.
         """
-        norm = total_gradient_norm(model)
-        return not self._refuses("gradient norm", float(norm), step, norm.device)
+        gradients = [local(each.grad) for each in model.parameters() if each.grad is not None]
+        dense = [each.coalesce().values() if each.is_sparse else each for each in gradients]
+        device = dense[0].device if dense else _device()
+        finite = all(bool(torch.stack(flags).all()) for flags in _by_device(dense).values())
+        return self._is_good(finite, "a gradient is NaN or Inf", "a gradient", step, device)
 
     @property
     def should_rollback(self) -> bool:
         """Whether so many steps in a row were not finite that leaving them out does not help."""
         return self.state.consecutive >= self.max_consecutive
 
-    def _refuses(self, what: str, value: float, step: int, device: torch.device) -> bool:
-        here = not math.isfinite(value)
-        if not votes.any_rank("a value is not finite", here, device):
-            return False
+    def _is_good(self, here: bool, seen: str, what: str, step: int, device: torch.device) -> bool:
         state = self.state
-        if state.last_good_step == step:
-            state.consecutive, state.last_good_loss, state.last_good_step = self._before
-        state.consecutive += 1
-        state.total += 1
-        seen = f"{what} is {value}" if here else f"{what} is not finite on another rank"
+        if step != self._step:
+            self._step, self._bad = step, False
+            self._before = state.consecutive, state.last_good_loss, state.last_good_step
+        if not votes.any_rank("a value is not finite", not here, device):
+            state.consecutive = state.consecutive if self._bad else 0
+            return True
+        if not self._bad:
+            self._bad = True
+            before, state.last_good_loss, state.last_good_step = self._before
+            state.consecutive, state.total = before + 1, state.total + 1
+        seen = f"{what} is not finite on another rank" if here else seen
         told = f"Step {step}: {seen} (rank {own_rank()}), {state.consecutive} in a row; the step is to be left out."
         if self.action == "raise":
             raise UnrecoverableTrainingError(told, failure=FailureType.NONFINITE_UNDIAGNOSED)
         if self.action == "warn" or self.should_rollback:
             logger.warning("%s", told)
-        return True
+        return False
+
+
+def _by_device(tensors: list[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+    """Whether each tensor is finite, to be read once for each device."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(torch.isfinite(tensor).all())
+    return found
 
 
 def _device() -> torch.device:

@@ -178,7 +178,8 @@ class NumericsRemedies:
     def _increase_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         view = context.running.view
         before = view.learning_rate
-        self._numerics.learning_rate.increase(view.step)
+        if not self._numerics.learning_rate.increase(view.step):
+            return {"why": "`max_lr_reductions` bounds increases above the schedule as well", "happened": False}
         context.incident.figures.append(f"learning rate from {before:.3g} to {view.learning_rate:.3g}")
         return {"learning_rate": view.learning_rate, "from": before}
 
