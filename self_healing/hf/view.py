@@ -147,8 +147,11 @@ class TrainerView:
 
     def some_weights(self) -> torch.Tensor:
         """Copies some numbers of a few of the weights that are trained, spread over the model."""
-        # Those of the model: the optimizer may hold others.
-        trained = [each for each in self._trainer.model.parameters() if each.requires_grad]
+        groups = self._groups()
+        if not self.can_recompute:
+            # Where steps are only watched, the optimizer may hold others than are trained.
+            groups = [{"params": [*self._trainer.model.parameters()]}]
+        trained = [each for group in groups for each in group["params"] if each.requires_grad]
         known = not self.under_deepspeed and not self.has_flat_parameters
         some = trained[:: max(len(trained) // _SOME_WEIGHTS, 1)] if known else []
         flat = [local(each).detach().flatten() for each in some]
