@@ -80,7 +80,8 @@ def what_is_trained(trainer: Any, error: BaseException | None) -> str:
 
 def has_own_loss(trainer: Any) -> bool:
     """Whether the loss is the user's: a function given to the trainer, or a subclass that computes it itself."""
-    if getattr(trainer, "compute_loss_func", None) is not None:
+    # TRL has a text there, where an older transformers would divide the loss once more.
+    if callable(getattr(trainer, "compute_loss_func", None)):
         return True
     for method in ("compute_loss", "_compute_loss", "training_step"):
         owner = next((cls for cls in type(trainer).__mro__ if method in vars(cls)), None)
