@@ -181,7 +181,7 @@ class ZClip(KeepsState):
         return result
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # States of before 0.3 have no count.
+        # Older states have no count.
         super().load_state_dict({"clip_count": 0, **state})
 
 
