@@ -119,7 +119,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy goes on from what is remembered; threads and the trainer of the run are not part of it.
-        return vars(self) | {"run": None, "_saved_state": self.healing_state, "_trainer_state": None}
+        gone = {"run": None, "actions": None, "_trainer_state": None}
+        return vars(self) | gone | {"_saved_state": self.healing_state}
 
     def get_state(self) -> dict[str, Any]:
         """What healing has learned so far, as JSON; empty before a run."""

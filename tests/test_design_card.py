@@ -1,7 +1,9 @@
 """Code written against the interface that this library grew from: what a user typed there runs here."""
 
+import copy
 import json
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +274,8 @@ def test_a_run_is_read_from_callback_wrapper_and_report(tmp_path: Path, tokenize
     assert len(callback.grad_norm_history) == 6
     assert callback.zclip is not None
     assert json.loads(json.dumps(callback.get_state())) == callback.get_state() != {}
+    for copied in (copy.copy(callback), copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+        assert copied.actions.callback is copied
     other = SelfHealingCallback()
     other.load_state(callback.get_state())
     assert other.get_state() == callback.get_state()
