@@ -557,6 +557,20 @@ class RaisingForward:
             raise self._error()
 
 
+class Adversarial(Trainer):
+    """The embedding is moved along its gradient, another one is computed there, and the embedding is put back."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss, embedding = super().training_step(*args, **kwargs), self.model.model.embed_tokens.weight
+        assert embedding.grad is not None
+        before = embedding.data.clone()
+        # Past the counter of versions, as it is often written.
+        embedding.data.add_(embedding.grad / embedding.grad.norm(), alpha=0.3)
+        super().training_step(*args, **kwargs)
+        embedding.data.copy_(before)
+        return loss
+
+
 def lost_connection() -> Exception:
     return ConnectionError("the storage went away")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 
 def text_of(error: BaseException) -> str:
@@ -26,7 +26,15 @@ class Stranded(Exception):
 # ---- failures: kinds of failure, actions against them, causes that experiments show, and the recipe of each kind ----
 
 
-class FailureType(StrEnum):
+class _Named(StrEnum):
+    """Members are found by their other names as well."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        return cls.__members__.get(str(value).upper())
+
+
+class FailureType(_Named):
     """A kind of failure, the key of [`FAILURE_RECIPES`]."""
 
     NONFINITE_TRANSIENT = "nonfinite_transient"
@@ -73,12 +81,8 @@ class FailureType(StrEnum):
     API_ERROR = NETWORK
     UNKNOWN = USER_CODE
 
-    @classmethod
-    def _missing_(cls, value: object) -> FailureType | None:
-        return cls.__members__.get(str(value).upper())
 
-
-class Action(StrEnum):
+class Action(_Named):
     """A remedy, carried out by [`HealingActions`]."""
 
     USE_REEXECUTED_STEP = "use_reexecuted_step"
@@ -127,10 +131,6 @@ class Action(StrEnum):
     SKIP_BATCH = SKIP_STEP
     LOG_BAD_SAMPLE = QUARANTINE_ROWS
     EXPONENTIAL_BACKOFF = WAIT_AND_RESUME
-
-    @classmethod
-    def _missing_(cls, value: object) -> Action | None:
-        return cls.__members__.get(str(value).upper())
 
 
 class Cause(StrEnum):

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import (
+    Adversarial,
     OutputFault,
     RaisingForward,
     build_tokenizer,
@@ -34,7 +35,7 @@ from conftest import (
     tiny_model,
 )
 from rich.console import Console
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from self_healing import HealingConfig, SelfHealingTrainer
@@ -120,19 +121,6 @@ def layerwise_with_nan(directory: Path, tokenizer: Any) -> None:
     )
     OutputFault(model, lambda forward: forward == 8)
     SelfHealingTrainer(trainer).train()
-
-
-class Adversarial(Trainer):
-    """Two passes: the second one with an embedding that is moved along the gradient of the first."""
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        loss, embedding = super().training_step(*args, **kwargs), self.model.model.embed_tokens.weight
-        assert embedding.grad is not None
-        before = embedding.data.clone()
-        embedding.data.add_(embedding.grad / embedding.grad.norm(), alpha=0.3)
-        super().training_step(*args, **kwargs)
-        embedding.data.copy_(before)
-        return loss
 
 
 def adversarial_with_lost_connection(directory: Path, tokenizer: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RaisingForward, assert_same_weights, journal, lost_connection, plain_trainer, weights
+from conftest import Adversarial, RaisingForward, assert_same_weights, journal, lost_connection, plain_trainer, weights
 from safetensors.torch import load_file
 from transformers import Trainer, set_seed
 
@@ -17,20 +17,6 @@ from self_healing import Incident, SelfHealingTrainer
 
 # Two forwards a step: the second one of step 8, with moved weights, and of the first.
 SECOND, FIRST = 18, 2
-
-
-class Adversarial(Trainer):
-    """The embedding is moved along its gradient, another one is computed there, and the embedding is put back."""
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        loss, embedding = super().training_step(*args, **kwargs), self.model.model.embed_tokens.weight
-        assert embedding.grad is not None
-        before = embedding.data.clone()
-        # Past the counter of versions, as it is often written.
-        embedding.data.add_(embedding.grad / embedding.grad.norm(), alpha=0.3)
-        super().training_step(*args, **kwargs)
-        embedding.data.copy_(before)
-        return loss
 
 
 def trainer_of(directory: Path, tokenizer: Any, **arguments: Any) -> Trainer:
