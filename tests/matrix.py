@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "docs" / "matrix.json"
 # Goes with the package, for the doctor.
 SHIPPED = ROOT / "self_healing" / "tools" / "matrix.json"
-RANKS_PAGE = ROOT / "docs" / "ranks-matrix.md"
+RANKS_PAGE = ROOT / "docs" / "ranks.md"
 BEGIN = "<!-- What follows is written by `make matrix`. -->"
 END = "<!-- Up to here. -->"
 
@@ -39,16 +39,16 @@ FAULTS = {
     "transient": "[NaN or Inf](docs/how-it-works.md) that is gone when the step is computed again",
     "poison_rows": "[Rows](docs/how-it-works.md) that give NaN or Inf every time",
     "unexplained": "NaN or Inf that nothing explains: the step is left out",
-    "corrupted_weights": "NaN or Inf in [weights or optimizer state](docs/rollback.md)",
-    "replicas": "A [bit that flips](docs/rollback.md) in the weights of one rank, and shows in no loss",
+    "corrupted_weights": "NaN or Inf in [weights or optimizer state](docs/detection.md)",
+    "replicas": "A [bit that flips](docs/detection.md) in the weights of one rank, and shows in no loss",
     "gradient_spike": "[Gradient spike](docs/detection.md)",
-    "divergence": "Loss that rises and stays up because [weights were hit](docs/rollback.md)",
-    "learning_rate": "[Learning rate](docs/rollback.md#the-learning-rate) far too high",
+    "divergence": "Loss that rises and stays up because [weights were hit](docs/detection.md)",
+    "learning_rate": "[Learning rate](docs/detection.md#the-learning-rate) far too high",
     "red_flag": "[Red flags](docs/detection.md#metric-rules) in metrics of GRPO, DPO, SFT",
     "out_of_memory": "[Out of memory](docs/memory.md) in the model",
     "optimizer_memory": "Out of memory in `optimizer.step()`",
     "bad_sample": "[Sample](docs/data.md) that raises while it is loaded or collated",
-    "service": "[Reward function, stream, vLLM server](docs/services.md) that fails for a while",
+    "service": "[Reward function, stream, vLLM server](docs/data.md) that fails for a while",
     "connection": "Lost connection anywhere else in `train()`",
     "tracker": "Tracker or Hub that fails",
     "worker": "Data loader worker that is killed",
@@ -332,7 +332,9 @@ def shipped(marked: list[Proof], record: Mapping[str, Any]) -> str:
 def table(marked: list[Proof], record: Mapping[str, Any]) -> str:
     """Renders the table and the notes below it."""
     notes: dict[str, int] = {}
-    signs = {"healed": "✅", "not shown": "❌", "not run": "–"}
+    signs = {"healed": "✅", "not shown": "❌"}
+    # That of one GPU once something has been recorded there.
+    columns = [column for column in COLUMNS if column != "gpu" or "cuda" in record]
 
     def cell(fault: str, column: str) -> str:
         found = shown(fault, column, marked, record)
@@ -341,12 +343,12 @@ def table(marked: list[Proof], record: Mapping[str, Any]) -> str:
         return signs[found["state"]]
 
     lines = [
-        "| what goes wrong | " + " | ".join(COLUMNS.values()) + " |",
-        "|---" + "|:---:" * len(COLUMNS) + "|",
+        "| what goes wrong | " + " | ".join(COLUMNS[column] for column in columns) + " |",
+        "|---" + "|:---:" * len(columns) + "|",
     ]
     for fault, label in FAULTS.items():
-        lines.append(f"| {label} | " + " | ".join(cell(fault, column) for column in COLUMNS) + " |")
-    legend = "✅ healed; ◐ in part; ❌ no test shows that it is healed; – not run yet."
+        lines.append(f"| {label} | " + " | ".join(cell(fault, column) for column in columns) + " |")
+    legend = "✅ healed; ◐ in part; ❌ no test shows that it is healed."
     numbered = [f"{number}: {note}." for note, number in notes.items()]
     return "\n".join([*lines, "", " ".join([legend, *numbered])])
 

@@ -79,15 +79,17 @@ def test_the_doctor_says_what_the_readme_says(column: str) -> None:
         [cell.strip() for cell in line.strip("|").split("|")] for line in written.splitlines() if line.startswith("|")
     ]
     notes = dict(re.findall(r"(\d+): (.*?)\.(?= \d|$)", written.strip().splitlines()[-1]))
-    readme = [(row[0], row[header.index(column)]) for row in rows]
+    # What has not been run at all has no column.
+    signs = [row[header.index(column)] if column in header else "–" for row in rows]
+    readme = [(row[0], sign) for row, sign in zip(rows, signs, strict=True)]
 
     environment = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_MAX_RESTARTS": "3", **STARTED[column]}
     told = coverage_of(Setting.of(environment), device="cuda")
-    signs = {"healed": "✅", "not shown": "❌", "not run": "–"}
+    told_as = {"healed": "✅", "not shown": "❌", "not run": "–"}
     doctor = []
     for row in told:
         shown = row["shown"][column]
-        sign = signs.get(shown["state"]) or next(
+        sign = told_as.get(shown["state"]) or next(
             (f"◐ {number}" for number, what in notes.items() if what == shown["what"]), "?"
         )
         doctor.append((row["what"], sign))
@@ -95,9 +97,11 @@ def test_the_doctor_says_what_the_readme_says(column: str) -> None:
 
 
 def cells(marked: list[Proof], record: dict[str, Any], fault: str) -> dict[str, str]:
-    row = list(FAULTS).index(fault)
-    line = table(marked, record).splitlines()[2 + row]
-    return dict(zip(COLUMNS, (cell.strip() for cell in line.split("|")[2:-1]), strict=True))
+    names = {name: column for column, name in COLUMNS.items()}
+    header, _, *rows = [
+        [cell.strip() for cell in line.split("|")[2:-1]] for line in table(marked, record).splitlines()
+    ]
+    return dict(zip((names[name] for name in header), rows[list(FAULTS).index(fault)], strict=True))
 
 
 def record(**outcomes: str) -> dict[str, Any]:
@@ -114,7 +118,7 @@ def test_one_of_two_proofs_that_did_not_pass_is_enough_to_doubt(outcome: str) ->
 def test_what_a_test_of_one_process_shows_holds_where_it_ran() -> None:
     marked = [Proof("a", "transient", "callback", None), Proof("a", "killed", "wrapper", None)]
     shown = cells(marked, record(a="passed"), "transient")
-    assert shown == {"callback": "✅", "wrapper": "✅", "gpu": "–", "ddp": "❌", "fsdp2": "❌", "deepspeed": "❌"}
+    assert shown == {"callback": "✅", "wrapper": "✅", "ddp": "❌", "fsdp2": "❌", "deepspeed": "❌"}
     on_both = {**record(a="passed"), "cuda": {"outcomes": {"a": "passed"}}}
     shown = cells(marked, on_both, "killed")
     assert (shown["callback"], shown["wrapper"], shown["gpu"], shown["ddp"]) == ("❌", "✅", "✅", "❌")

@@ -385,7 +385,7 @@ def test_a_traceback_is_shown_whole() -> None:
 
 
 def test_the_page_about_it_shows_lines_that_are_printed() -> None:
-    page = (Path(__file__).resolve().parent.parent.parent / "docs" / "terminal.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parent.parent.parent / "docs" / "report.md").read_text(encoding="utf-8")
     shown = re.findall(r"^\[self_healing\] step .*$", page, re.MULTILINE)
     printed = (TEXTS / "piped.txt").read_text(encoding="utf-8").splitlines()
     assert len(shown) == 3

@@ -1,6 +1,6 @@
 """
 A fault on one of two ranks is healed while both train on, with equal weights: under DDP, under FSDP2 with full and
-with sharded state dicts, and under ZeRO. Each case is a cell of docs/ranks-matrix.md.
+with sharded state dicts, and under ZeRO. Each case is a cell of docs/ranks.md.
 """
 
 from __future__ import annotations
