@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from self_healing import FailureType, HealingConfig
 from self_healing.journal.journal import Journal
 from self_healing.rollback import shared_memory
+from self_healing.tools.chaos.faults import KINDS
 from self_healing.tools.chaos.rehearsal import Survival
 from self_healing.tools.cli import app
 from self_healing.tools.demo import show
@@ -27,6 +28,43 @@ from self_healing.tools.demo.show import DemoResult, RehearsalResult
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "120"})
+
+
+# ---- help ----
+
+
+COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
+
+
+def help_of(*command: str, asked_by: str = "-h") -> str:
+    result = CliRunner().invoke(app, [*command, asked_by], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    return result.stdout
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=str)
+def test_help_is_asked_for_in_two_ways_and_fits_the_terminal(command: list[str]) -> None:
+    told = help_of(*command)
+    assert told == help_of(*command, asked_by="--help")
+    assert max(map(len, told.splitlines())) <= 80
+    assert "<bool>" not in told
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_tells_its_exit_codes(command: str) -> None:
+    assert "xit code" in help_of(command)
+
+
+def test_each_command_is_told_of_in_one_whole_line() -> None:
+    lines = help_of().partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in lines] == COMMANDS
+    assert [line for line in lines if not line.endswith(".") or line.endswith("...")] == []
+
+
+def test_the_help_of_chaos_tells_how_faults_are_written() -> None:
+    told = help_of("chaos")
+    assert "KIND[*TIMES][@STEP]" in told
+    assert [kind for kind in KINDS if kind not in told.partition("KIND is one of:")[2]] == []
 
 
 # ---- config ----
@@ -353,6 +391,18 @@ def test_clean_frees_what_a_killed_run_has_left(left_behind: Path) -> None:
     assert (result.exit_code, "Freed 3 MB" in result.output) == (0, True)
     assert not shared_memory.directory_of(left_behind).exists()
     assert "have left nothing in /dev/shm" in run("clean", str(left_behind)).output
+
+
+def test_clean_of_a_directory_there_is_not_fails(tmp_path: Path) -> None:
+    result = run("clean", str(tmp_path / "outptu"))
+    assert result.exit_code == 2
+    assert f"There is no directory {tmp_path / 'outptu'}" in result.stderr
+
+
+def test_clean_frees_what_is_left_of_an_output_dir_that_was_removed(left_behind: Path) -> None:
+    left_behind.rmdir()
+    result = run("clean", str(left_behind))
+    assert (result.exit_code, "Freed 3 MB" in result.output) == (0, True)
 
 
 def test_clean_leaves_a_run_alone_that_still_trains(left_behind: Path) -> None:

@@ -25,9 +25,18 @@ from rich.text import Text
 
 from .. import __version__
 from ..system.files import jsonable
+from .chaos.faults import GRAMMAR, KINDS, FaultError
 
 
-app = typer.Typer(name="self-healing", no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+# Without rich markup: it takes `[@STEP]` for markup of its own, and gives each flag a `<bool>`.
+app = typer.Typer(
+    name="self-healing",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 def _show_version(asked: bool) -> None:
@@ -78,9 +87,13 @@ def demo(
     output_dir: Annotated[
         Path | None, typer.Option(help="Where all of it goes. Left out, a fresh directory below outputs/.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the weights and of the order of the data.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the data.", min=0)] = 0,
 ) -> None:
-    """See a small language model meet faults, with the plain trainer and healed: two minutes, offline."""
+    """
+    See faults strike a small model, plain and healed. Takes two minutes, offline.
+
+    Exit code 0: all that was to be healed was; 1: something was not, or TRL is missing; 2: the directory is in use.
+    """
     missing = [name for name in ("trl", "datasets") if importlib.util.find_spec(name) is None]
     if missing:
         raise _failed(
@@ -110,7 +123,7 @@ def demo(
 @app.command()
 def report(
     run_dir: _RunDir,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON (docs/report.md).")] = False,
+    as_json: _AsJson = False,
     briefing: Annotated[
         bool, typer.Option("--agent", help="Print at most 60 lines of Markdown for whoever decides what to do next.")
     ] = False,
@@ -125,7 +138,7 @@ def report(
     ] = None,
 ) -> None:
     """
-    Show the state of a run, its incidents and what to do next, read from its files.
+    Show the state of a run, its incidents and what to do next. All of it is read from its files.
 
     Exit code 0: it ended; 1: it stopped, left or died before its end; 3: it goes on; 4: not known; 2: no report.
     """
@@ -173,8 +186,15 @@ def report(
 
 
 @app.command()
-def check(run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run, or one checkpoint.")]) -> None:
-    """Look at every checkpoint of a run: which of them can be resumed from, and why the others cannot."""
+def check(
+    run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run, or one checkpoint.")],
+    as_json: _AsJson = False,
+) -> None:
+    """
+    Tell which checkpoints of a run can be resumed from, and why not.
+
+    Exit code 0: one of them can; 1: none can; 2: there is no such directory.
+    """
     if not run_dir.is_dir():
         raise _failed(f"There is no directory {run_dir}. Please name the output_dir of a run, or a checkpoint.")
 
@@ -187,6 +207,13 @@ def check(run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run,
     # `trainer.save_state()` leaves one in the output_dir, too.
     single = named or (not checkpoints_in(run_dir) and (run_dir / STATE_FILE).is_file())
     verdicts = [vet(run_dir)] if single else vet_all(run_dir)
+    # As a resume chooses: one that lacks the part of a process only if there is no other.
+    usable = [verdict for verdict in verdicts if verdict.usable]
+    chosen = next((verdict for verdict in usable if verdict.whole), usable[0] if usable else None)
+    if as_json:
+        found = {"resume_from": chosen and chosen.path, "checkpoints": [asdict(verdict) for verdict in verdicts]}
+        typer.echo(json.dumps(found, indent=2))
+        raise typer.Exit(0 if usable else 1)
     # In a file, a line that is searched for is in one piece.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
     picture = Table(
@@ -199,9 +226,6 @@ def check(run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run,
         picture.add_row(Text(name), step, told, verdict.standing, Text(verdict.reason))
     if verdicts:
         console.print(picture)
-    # As a resume chooses: one that lacks the part of a process only if there is no other.
-    usable = [verdict for verdict in verdicts if verdict.usable]
-    chosen = next((verdict for verdict in usable if verdict.whole), usable[0] if usable else None)
     if chosen is None:
         none = "None can be resumed from." if verdicts else f"There is no checkpoint in {run_dir}."
         console.print(none, soft_wrap=True)
@@ -212,7 +236,11 @@ def check(run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run,
 
 @app.command()
 def clean(run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run that has ended.")]) -> None:
-    """Free the shared memory (/dev/shm) that killed runs have left on this machine; nothing on disk is touched."""
+    """
+    Free the shared memory that killed runs have left on this machine. Nothing on disk is touched.
+
+    Exit code 0: freed, or there was nothing; 1: it is in use, or cannot be removed; 2: there is no such directory.
+    """
     from ..rollback.shared_memory import directory_of, processes_using, remove_states
 
     directory, using = directory_of(run_dir), processes_using(run_dir)
@@ -221,6 +249,11 @@ def clean(run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run 
             f"{directory} is in use by process {', '.join(map(str, using))}. Please end the run first; it frees the "
             "memory itself if it ends well.",
             1,
+        )
+    # What is left in memory outlives an output_dir that was removed.
+    if not directory.exists() and not run_dir.is_dir():
+        raise _failed(
+            f"There is no directory {run_dir}, and nothing of it in memory. Please name the output_dir of a run."
         )
     if not directory.exists():
         typer.echo(f"Runs of {run_dir} have left nothing in {directory.parent}.")
@@ -250,7 +283,7 @@ def replay(
     as_json: _AsJson = False,
 ) -> None:
     """
-    Compute the step of an incident again: in which module and row the first NaN or Inf appears, or that none does.
+    Compute the step of an incident again. Names the module and row in which the first NaN or Inf appears, if any does.
 
     Exit code 0: it did not come back; 1: it comes back; 2: it could not be replayed.
     """
@@ -261,7 +294,6 @@ def replay(
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     from transformers.utils import logging as transformers_logging
 
-    from ..system.files import jsonable
     from .replay import kept_incidents
     from .replay import replay as replayed
     from .replay_model import ReplayError
@@ -292,12 +324,12 @@ def doctor(
     as_json: _AsJson = False,
 ) -> None:
     """
-    Look at this machine before a run: versions, device, launcher, memory and disk, and what will be healed here.
+    Look at this machine before a run. Shows versions, device, launcher, memory, disk, and what will be healed here.
 
     Under torchrun (torchrun --nproc-per-node 8 -m self_healing doctor) at all ranks: whether each computes right, and
     their sums are. Rank 0 prints.
 
-    Exit code 1: something will not work; 2: neither the directory exists nor the one it would be made in.
+    Exit code 0: all will work; 1: something will not; 2: neither the directory exists nor the one it would be made in.
     """
     from ..system.processes import end_at_once
     from .doctor import check_up, print_checkup
@@ -330,22 +362,25 @@ def doctor(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(epilog=f"KIND is one of: {', '.join(KINDS)}.")
 def chaos(
     script: Annotated[Path, typer.Argument(help="The training script; it is not changed.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments, after a `--`.")] = None,
     faults: Annotated[
-        str, typer.Option(help="What to inject: KIND[*TIMES][@STEP][:NAME=VALUE], separated by commas; or all.")
+        str, typer.Option(help=f"What to inject: {GRAMMAR}; several with commas between them, or all.")
     ] = "all",
-    seed: Annotated[int, typer.Option(help="Of the steps and the order of faults at random.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of what is drawn at random: steps and order.", min=0)] = 0,
     restarts: Annotated[int, typer.Option(help="How often torchrun starts the script again.", min=0)] = 0,
     nproc_per_node: Annotated[int, typer.Option(help="Processes that train together, under torchrun.", min=1)] = 1,
     ledger: Annotated[
         Path | None, typer.Option(help="Where to write what has struck. Left out, a new chaos-....jsonl here.")
     ] = None,
 ) -> None:
-    """Run a training script while faults strike, and show what it survived."""
-    from .chaos.faults import FaultError
+    """
+    Run a script while faults strike, and show what it survived.
+
+    Exit code 0: it survived every fault, and ended well; 1: it did not, or none struck; 2: it was not started.
+    """
     from .chaos.rehearsal import rehearse, survival_table
 
     if not script.is_file():
@@ -389,7 +424,7 @@ def run(
     ] = None,
 ) -> None:
     """
-    Run a program that trains, healed: self-healing run -- trl sft --config sft.yaml
+    Run a program that trains, healed. For example: self-healing run -- trl sft --config sft.yaml
 
     Nothing in the program changes, and its exit code is this command's. Codes 2, 126 and 127: nothing was started.
     """
@@ -451,7 +486,7 @@ def judge(
     as_json: _AsJson = False,
 ) -> None:
     """
-    Tell what would have been reported or done at which step of a run that has been, from its log.
+    Tell what would have been done in a run, from its log. Nothing is trained.
 
     Exit code 0: nothing, or only reports; 1: something would have been healed or stopped; 2: there is no such log.
     """
@@ -483,7 +518,11 @@ def _told_number(name: str, value: object) -> str:
 
 @app.command()
 def config(preset: Annotated[Preset, typer.Option(help="Which settings to start from.")] = Preset.DEFAULT) -> None:
-    """Print a configuration as TOML, to be edited and read with HealingConfig.from_toml."""
+    """
+    Print a configuration as TOML. Edit it, and read it with HealingConfig.from_toml.
+
+    Exit code 0: printed; 2: there is no such preset.
+    """
     from ..config.healing_config import HealingConfig
 
     typer.echo(HealingConfig(healing_preset=preset.value).to_toml(), nl=False)
@@ -499,7 +538,11 @@ def show_rules(
     ] = None,
     toml: Annotated[bool, typer.Option("--toml", help="Print TOML, to be edited and given to --rules.")] = False,
 ) -> None:
-    """Print the table of rules on logged metrics that is in force."""
+    """
+    Print the table of rules on logged metrics that is in force.
+
+    Exit code 0: printed; 2: there is no such objective, or the file cannot be read.
+    """
     from ..healers.numerics.detectors.rules import OBJECTIVES, RuleError, load_rules, rules_for, rules_to_toml
 
     if objective is not None and objective not in OBJECTIVES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
 import shutil
@@ -373,3 +374,17 @@ def test_check_fails_if_none_can_be_resumed_from(marked: Path) -> None:
     result = check(str(marked))
     assert (result.exit_code, type(result.exception)) == (1, SystemExit)
     assert "None can be resumed from." in result.stdout
+
+
+def test_check_gives_the_same_as_json(marked: Path) -> None:
+    removed("optimizer.pt")(marked / "checkpoint-4")
+    result = check(str(marked), "--json")
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["resume_from"]) == (0, str(marked / "checkpoint-2"))
+    assert [(each["step"], each["usable"]) for each in found["checkpoints"]] == [(4, False), (2, True)]
+    assert "optimizer.pt" in found["checkpoints"][0]["reason"]
+
+
+def test_check_as_json_fails_if_none_can_be_resumed_from(tmp_path: Path) -> None:
+    result = check(str(tmp_path), "--json")
+    assert (result.exit_code, json.loads(result.stdout)) == (1, {"resume_from": None, "checkpoints": []})

@@ -142,14 +142,14 @@ class Fault:
         return f"{self.kind}{told}@{self.at}{''.join(given)}"
 
 
-_GRAMMAR = "KIND[*TIMES][@STEP][:NAME=VALUE...], such as nan_loss@12, oom*2@random or hang@20:seconds=5"
+GRAMMAR = "KIND[*TIMES][@STEP][:NAME=VALUE...], such as nan_loss@12, oom*2@random or hang@20:seconds=5"
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
     """Reads faults separated by commas; `all` is every kind there is, once, at a random step."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
-        raise FaultError(f"There are no faults in {text!r}. Please write {_GRAMMAR}; separate several by commas.")
+        raise FaultError(f"There are no faults in {text!r}. Please write {GRAMMAR}; separate several by commas.")
     return tuple(fault for part in parts for fault in (map(Fault, KINDS) if part == "all" else [parse_fault(part)]))
 
 
