@@ -19,11 +19,12 @@ from typing import Any
 from ..checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint
 from ..checkpoints.marker import TrustLevel, healing_state_of, write_marker
 from ..checkpoints.vetting import vet_weights
-from ..failures.classify import add_note, describe_exception
+from ..failures.classify import add_note, classify_exception, describe_exception
 from ..failures.recipes import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
 from ..hf.adapter import Instrument
 from ..hf.memory import in_evaluation, is_out_of_memory
 from ..hf.trainer_state import save_generated
+from ..journal.alerts import address
 from ..journal.incident import BECAME, HEALED, Incident, counted, lost_steps
 from ..journal.terminal import Terminal, announce
 from ..ranks import votes
@@ -456,6 +457,7 @@ def tell_start(run: Run, instrument: Instrument) -> None:
     if args.save_only_model and args.save_strategy != "no":
         text += "; killed, it cannot go on from its checkpoints (save_only_model=True; please set it to False)"
     announce(f"{text}. Journal: {run.journal.path}", severity="info")
+    address(warn=True)
     _tell_of_silent_rules(run, instrument)
 
 
@@ -497,6 +499,9 @@ def tell_end(run: Run, left_by: BaseException | None) -> None:
         level, severity, how = logging.WARNING, "warning", f"left {where} ({type(left_by).__name__})"
     elif left_by is not None:
         level, severity, how = logging.ERROR, "error", f"stopped {where} by {type(left_by).__name__}"
+        failure = left_by.failure if isinstance(left_by, UnrecoverableTrainingError) else None
+        # Where a postmortem was written, it is told already.
+        run.journal.ended(step, failure or classify_exception(left_by), left_by)
     text = f"{how}: {_summed_up(incidents)}"
     if run.verdict:
         text += f". {run.verdict.removesuffix('.')}"

@@ -1,6 +1,6 @@
 """
-The journal of a run: incidents as JSON lines, log messages, trackio alerts and metrics, and a postmortem when the run
-ends badly.
+The journal of a run: incidents as JSON lines, log messages, alerts and metrics, and a postmortem when the run ends
+badly.
 
 A sink that fails is reported once and never stops the training.
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
+import shlex
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from ..config.healing_config import HealingConfig
-from ..failures.recipes import Action, FailureType, Severity, Symptom
+from ..failures.recipes import FAILURE_RECIPES, Action, FailureType, Severity, Symptom
 from ..system import processes
 from ..system.files import EVENTS_FILE, POSTMORTEM_FILE, append_line, jsonable, of_rank, rank_in, replace_file
 from ..system.processes import log_safely
+from .alerts import Webhook, to_trackio, to_wandb
 from .incident import HEALED, IN_DOUBT, OF_RANK, Incident, describe, figures, headline
 from .postmortem import Postmortem, directions_to
 from .terminal import HEADLINE_WIDTH
@@ -37,7 +39,7 @@ _COSTS = ("steps_lost", "steps_repeated", "seconds_lost")
 
 
 class Journal:
-    """Writes events to `healing_events.jsonl`, and reports them to log, trackio and callbacks."""
+    """Writes events to `healing_events.jsonl`, and reports them to log, trackers, webhook and callbacks."""
 
     def __init__(self, directory: Path, config: HealingConfig, run_id: str, rank: int = 0) -> None:
         self.directory = directory
@@ -65,6 +67,7 @@ class Journal:
         self.changed: Callable[[], None] | None = None
         self.attempts: Callable[[], list[dict[str, Any]]] = list
         self._broken_sinks: set[str] = set()
+        self._webhook, self._told_of_end = Webhook(), False
         # Why it is not known how many steps the incident has cost that is told of next; empty if it is.
         self.doubt = ""
         # The highest number that an incident has had. They are opened in the training thread and beside it, where the
@@ -158,6 +161,9 @@ class Journal:
         # For whoever wants to read it in the log; the journal has it all.
         log_safely(logger, logging.INFO, "%s", text)
         self.alert(f"self_healing: {incident.cause}", text, severity, incident.step)
+        if shown == "error" and Action.STOP not in incident.actions and not self._told_of_end:
+            told = headline(incident, 2 * HEADLINE_WIDTH)
+            self._post(told, incident.step, str(incident.failure), incident.outcome)
         if self.notify is not None:
             self._contained("on_instability", partial(self.notify, incident))
 
@@ -225,16 +231,31 @@ class Journal:
         self._contained(str(self.path), partial(append_line, self.path, line))
 
     def alert(self, title: str, text: str, severity: str, step: int) -> None:
-        """Raises a trackio alert about an optimizer step if a trackio run is active."""
-        trackio = sys.modules.get("trackio")
-        if trackio is None or self.rank != 0:
+        """Raises an alert about an optimizer step with the trackers that have them."""
+        if self.rank == 0:
+            for name, raise_alert in (("trackio", to_trackio), ("wandb", to_wandb)):
+                self._contained(name, partial(raise_alert, title, text, severity, step))
+
+    def ended(
+        self, step: int, failure: FailureType, error: BaseException | None, resume_with: str | None = None
+    ) -> None:
+        """Posts what has stopped the run, once; not that somebody has, with a signal or Ctrl-C."""
+        if self._told_of_end or failure in (FailureType.INTERRUPTED, FailureType.PREEMPTED):
             return
-        run = trackio.context_vars.current_run.get()
-        if run is None:
-            return
-        level = {"info": "INFO", "warning": "WARN", "error": "ERROR"}[severity]
-        # Of the run: `trackio.alert` takes no step, and counts how often something was logged.
-        self._contained("trackio", lambda: run.alert(title, text, level=trackio.AlertLevel[level], step=step))
+        self._told_of_end = True
+        recipe = FAILURE_RECIPES[failure]
+        # Of the error its type alone: what it says may quote a sample.
+        by = "" if error is None else f" by {type(error).__name__}"
+        go_on = "" if resume_with is None else f" To resume: {resume_with}"
+        text = f"step {step}: training stopped{by}. {recipe.diagnosis} What to do: {recipe.advice}{go_on}"
+        self._post(text, step, failure.value, "stopped")
+
+    def _post(self, text: str, step: int, kind: str, outcome: str) -> None:
+        if self.rank == 0:
+            where = f"Run {self.run_id} on {socket.gethostname()}. More: self-healing report "
+            text = f"self_healing: {text}\n{where}{shlex.quote(str(self.directory.resolve()))}"
+            message = {"text": text, "run": self.run_id, "step": step, "kind": kind, "outcome": outcome}
+            self._contained("webhook", partial(self._webhook.post, message))
 
     def metrics(self, resolved_at_the_end: int = 0) -> dict[str, float]:
         """`healing/*` metrics for the trackers; empty while nothing has happened."""
@@ -305,6 +326,7 @@ class Journal:
         self._contained(str(path), lambda: replace_file(path, json.dumps(jsonable(content), indent=2) + "\n"))
         self.event("postmortem", ending.step, verdict=ending.verdict, failure=ending.failure.value, path=str(path))
         self.alert("self_healing: run ended", ending.verdict, "error", ending.step)
+        self.ended(ending.step, ending.failure, ending.error, ending.resume_with)
         written = str(path) if str(path) not in self._broken_sinks else None
         self.directions = directions_to(ending.step, written, ending.resume_with)
         return written
