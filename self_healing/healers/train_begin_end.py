@@ -40,7 +40,7 @@ from .assembly import load_state
 from .data.healer import SampleHealer
 from .data.quarantine import Quarantine
 from .hangs.healer import HangWatch
-from .numerics.detectors.rules import MetricRule
+from .numerics.detectors.rules import MetricRule, too_seldom_logged
 from .numerics.judge import StepJudge
 from .numerics.ladder import MAX_SPIKE_SKIPS, SKIP_WINDOW
 from .numerics.state import NumericsState
@@ -399,10 +399,8 @@ _HEALED = (
     ("hangs", "on_hang", ("recover",), "wrapper"),
     ("exceptions", "max_recovery_attempts", range(1, sys.maxsize), "wrapper"),
 )
-# Kinds of incidents that are named at the end, the most frequent first; rules that cannot fire, at the start.
+# Kinds of incidents that are named at the end, the most frequent first.
 _NAMED = 3
-# Steps between two logs, as TRL has them: what is too seldom for a rule with these as well is the length of the run.
-_USUAL = 10
 
 
 # What cannot be said is no matter of the training, and must not take the place of the exception that ends it.
@@ -458,28 +456,10 @@ def tell_start(run: Run, instrument: Instrument) -> None:
         text += "; killed, it cannot go on from its checkpoints (save_only_model=True; please set it to False)"
     announce(f"{text}. Journal: {run.journal.path}", severity="info")
     address(warn=True)
-    _tell_of_silent_rules(run, instrument)
-
-
-def _tell_of_silent_rules(run: Run, instrument: Instrument) -> None:
-    """Warns of metric rules that cannot fire because the run logs too seldom; not of those that are only noted."""
-    args, state, rules = instrument.trainer.args, instrument.trainer.state, run.part(NumericsState).rules.rules
-    steps, logs = int(state.max_steps), int(state.num_train_epochs) if args.logging_strategy == "epoch" else 0
-    logs = steps // int(state.logging_steps) if args.logging_strategy == "steps" else logs
-    logs += args.logging_first_step
-    # What a trainer of no known objective logs beside the Trainer's own metrics, it logs when it likes.
-    known = instrument.objective.name not in ("generic", "unknown")
-    silent = [
-        f"{rule.name} needs {rule.logs_needed}"
-        for rule in rules
-        if rule.severity != "info" and logs < rule.logs_needed <= steps // _USUAL and rule.steps <= steps
-        if {"loss", "grad_norm"}.issuperset(rule.metrics) or (known and "eval_" not in "".join(rule.metrics))
-    ]
+    rules, state = run.part(NumericsState).rules.rules, instrument.trainer.state
+    silent = too_seldom_logged(rules, view.objective.name, args, int(state.max_steps), int(state.num_train_epochs))
     if silent:
-        named = ", ".join([*silent[:_NAMED], *["..."][: len(silent) - _NAMED]])
-        text = f"{counted(len(silent), 'metric rule')} cannot fire: this run logs {counted(logs, 'time')} in {steps} "
-        text += f'steps ({named}). Set logging_strategy="steps", logging_steps={_USUAL}.'
-        announce(text, logging.WARNING)
+        announce(silent, logging.WARNING)
 
 
 @_said_if_possible

@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 from ....config.schema import read_toml, toml_value
 from ....failures.recipes import Severity, Symptom
 from ....hf.objective import BY_CLASS_NAME
+from ....journal.incident import counted
 from ....system.files import KeepsState
 
 
@@ -120,6 +121,37 @@ def rules_for(rules: Iterable[MetricRule], objective: str) -> tuple[MetricRule, 
     """Selects the rules in force for an objective."""
     known = objective if objective in OBJECTIVES else "generic"
     return tuple(rule for rule in rules if rule.enabled and known in rule.objectives)
+
+
+# Rules that are named where some cannot fire.
+_NAMED = 3
+# Steps between two logs, as TRL has them: what is too seldom for a rule with these as well is the length of the run.
+_USUAL = 10
+
+
+def too_seldom_logged(rules: Iterable[MetricRule], objective: str, args: Any, steps: int, epochs: float) -> str | None:
+    """
+    Names the rules that cannot fire because a run with these arguments logs too seldom, not those that are only noted,
+    and says what to set; `None` if there are none.
+    """
+    logs = int(epochs) if args.logging_strategy == "epoch" else 0
+    if args.logging_strategy == "steps":
+        # Below 1, a share of all steps.
+        logs = steps // int(args.logging_steps if args.logging_steps >= 1 else math.ceil(steps * args.logging_steps))
+    logs += args.logging_first_step
+    # What a trainer of no known objective logs beside the Trainer's own metrics, it logs when it likes.
+    known = objective not in ("generic", "unknown")
+    silent = [
+        f"{rule.name} needs {rule.logs_needed}"
+        for rule in rules
+        if rule.severity != "info" and logs < rule.logs_needed <= steps // _USUAL and rule.steps <= steps
+        if {"loss", "grad_norm"}.issuperset(rule.metrics) or (known and "eval_" not in "".join(rule.metrics))
+    ]
+    if not silent:
+        return None
+    named = ", ".join([*silent[:_NAMED], *["..."][: len(silent) - _NAMED]])
+    text = f"{counted(len(silent), 'metric rule')} cannot fire: this run logs {counted(logs, 'time')} in {steps} "
+    return f'{text}steps ({named}). Set logging_strategy="steps", logging_steps={_USUAL}.'
 
 
 # ---- checks: the keys of a user's table of rules, and their values ----
