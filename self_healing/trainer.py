@@ -391,14 +391,15 @@ class SelfHealingTrainer:
                 Optimizer steps to run; 2 if it is left out.
 
         Returns:
-            [`DryRunReport`]: Loss, gradient norm, time and memory of the steps.
+            [`DryRunReport`]: Loss, gradient norm, time and memory of the steps, the rows and rewards in them, and what
+            to look at before a long run; `print` it.
 
         Raises:
             ValueError: For less than one step, and for a model that is sharded (FSDP, DeepSpeed).
             Exception: What the training code raises; the state is put back first.
         """
         with Terminal(self.trainer.args.process_index).speaking():
-            return dry_run(self.trainer, 2 if num_steps is None else num_steps)
+            return dry_run(self.trainer, 2 if num_steps is None else num_steps, self.config.rules_file)
 
     @property
     def healing_callback(self) -> SelfHealingCallback | None:

@@ -13,17 +13,23 @@ from conftest import (
     RaisingForward,
     adapter_trainer,
     assert_same_weights,
+    dpo_trainer,
+    grpo_trainer,
     logged,
     plain_trainer,
+    rloo_trainer,
     scaled_half_precision_trainer,
     sft_trainer,
     slowly,
+    text_rows,
     tiny_model,
     weights,
 )
+from datasets import Dataset
 from transformers import TrainerCallback
 
 from self_healing import SelfHealingTrainer
+from self_healing.healers import dry_run
 
 
 @pytest.mark.parametrize("name", ["SFTTrainer", "GRPOTrainer", *slowly("Trainer", "DPOTrainer")])
@@ -141,3 +147,149 @@ def test_a_stream_is_looked_at_and_then_trained_on_from_its_beginning(tmp_path: 
     assert report.data.looked_at == len(TEXTS)
     healed.train()
     assert_same_weights(weights(healed), weights(plain))
+
+
+# ---- what a person would look at before a long run ----
+
+
+def advice_of(trainer: Any, steps: int = 1) -> str:
+    return "\n".join(SelfHealingTrainer(trainer).dry_run(steps).advice)
+
+
+# As many do it: nothing to be said about it.
+USUAL = {"learning_rate": 2e-5, "warmup_steps": 0.05, "weight_decay": 0.01, "max_steps": 100, "eval_strategy": "steps"}
+HELD_OUT = {"trainer_kwargs": {"eval_dataset": text_rows(*TEXTS[:4])}}
+
+
+def test_there_is_no_advice_where_all_is_usual(tmp_path: Path, tokenizer: Any) -> None:
+    assert advice_of(sft_trainer(tmp_path, tokenizer, **USUAL, **HELD_OUT)) == ""
+
+
+@pytest.mark.parametrize(
+    ("unusual", "advice"),
+    [
+        ({"learning_rate": 1e-3}, "learning_rate=0.001: usual for sft with full training is 1e-5 to 5e-5."),
+        ({"warmup_steps": 40}, "The warm-up is 40 % of 100 steps: usual is 5 to 10 % (warmup_steps=0.05)."),
+        ({"weight_decay": 0.5}, "weight_decay=0.5: usual is 0 to 0.01"),
+        ({"eval_strategy": "no"}, "Nothing is evaluated, so overfitting will not show."),
+        ({"logging_steps": 500}, "1 metric rule cannot fire: this run logs 0 times in 100 steps"),
+        # Its own length is known from the part of an epoch that the steps were: 8 of them to each of 5 epochs.
+        ({"max_steps": -1, "num_train_epochs": 5, "warmup_steps": 20}, "The warm-up is 50 % of 40 steps"),
+    ],
+    ids=str,
+)
+def test_a_setting_out_of_the_usual_range_is_named_with_the_range(
+    unusual: dict[str, Any], advice: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    said = advice_of(sft_trainer(tmp_path, tokenizer, **{**USUAL, **unusual}, **HELD_OUT))
+    assert said.startswith(advice)
+    assert "\n" not in said
+
+
+def test_the_rate_of_full_training_is_too_low_for_lora(tmp_path: Path, tokenizer: Any) -> None:
+    said = advice_of(adapter_trainer(tmp_path, tokenizer, **{**USUAL, "eval_strategy": "no"}))
+    assert said.startswith("learning_rate=2e-05: usual for sft with LoRA is 1e-4 to 5e-4.")
+
+
+def test_two_rows_are_shown_with_the_trained_tokens_marked(tmp_path: Path, tokenizer: Any) -> None:
+    rows = {"prompt": ["the row"] * 8, "completion": [" reads it"] * 8}
+    report = SelfHealingTrainer(sft_trainer(tmp_path, tokenizer, dataset=Dataset.from_dict(rows))).dry_run(1)
+    assert report.rows == ["the row[[ reads it<eos>]]"] * 2
+    assert report.trained_share == pytest.approx(3 / 5)
+    assert "60 % of the tokens are trained, those in [[ ]]:\n" + "\n".join(report.rows) in str(report)
+
+
+def test_of_preferences_a_pair_is_shown(tmp_path: Path, tokenizer: Any) -> None:
+    chosen, rejected = SelfHealingTrainer(dpo_trainer(tmp_path, tokenizer)).dry_run(1).rows
+    assert chosen.partition("[[")[0] == rejected.partition("[[")[0]
+    assert chosen != rejected
+
+
+def test_the_effective_batch_is_one_line(tmp_path: Path, tokenizer: Any) -> None:
+    report = SelfHealingTrainer(grpo_trainer(tmp_path, tokenizer)).dry_run(1)
+    line = "8 rows in an optimizer step: 4 per device x 2 accumulated x 1 rank, 2 prompts x 4 completions"
+    assert report.batch == line
+    assert line in str(report).splitlines()
+
+
+def half_of_them(completions: list[str], **_: Any) -> list[float | None]:
+    return [None if at % 2 else float(at % 4) for at, _ in enumerate(completions)]
+
+
+def always_one(completions: list[str], **_: Any) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+def no_number(completions: list[str], **_: Any) -> list[float | None]:
+    return [None for _ in completions]
+
+
+def test_what_each_reward_function_gave_is_told(tmp_path: Path, tokenizer: Any) -> None:
+    functions = [half_of_them, always_one, no_number]
+    report = SelfHealingTrainer(grpo_trainer(tmp_path, tokenizer, reward_funcs=functions)).dry_run(1)
+    half, one, none = report.rewards
+    assert (half.mean, half.std, half.missing, half.equal_groups, half.reward) == (1.0, 1.0, 0.5, 0.0, 2.0)
+    assert half.completion
+    assert (one.mean, one.std, one.missing, one.equal_groups) == (1.0, 0.0, 0.0, 1.0)
+    assert (none.missing, none.equal_groups) == (1.0, 1.0)
+    assert str(half) in str(report)
+    constant, missing = (line for line in report.advice if line.startswith("Reward"))
+    assert constant.startswith("Reward always_one is 1 for every completion.")
+    assert missing.startswith("Reward no_number is None or NaN for every completion.")
+
+
+def test_rewards_that_tell_no_completion_from_another_teach_nothing(tmp_path: Path, tokenizer: Any) -> None:
+    said = advice_of(grpo_trainer(tmp_path, tokenizer, reward_funcs=always_one))
+    assert "All completions of a prompt get one reward: nothing is learned." in said
+
+
+def test_the_rewards_of_rloo_are_told_as_well(tmp_path: Path, tokenizer: Any) -> None:
+    (given,) = SelfHealingTrainer(rloo_trainer(tmp_path / "run", tokenizer)).dry_run(1).rewards
+    assert (given.name, given.missing) == ("count_of_the", 0.0)
+    assert given.reward > given.mean
+
+
+def reward_of_some(completions: list[str], answer: list[str] | None = None, **_: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def reward_of_answers(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def test_a_column_that_a_reward_function_does_not_get_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    said = advice_of(grpo_trainer(tmp_path, tokenizer, reward_funcs=reward_of_some))
+    assert said.startswith(
+        "Reward reward_of_some asks for 'answer' and gets None: the columns of the data are prompt."
+    )
+
+
+def test_and_before_it_raises_for_want_of_it(tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = grpo_trainer(tmp_path, tokenizer, reward_funcs=reward_of_answers)
+    with pytest.raises(TypeError, match="answer") as caught:
+        SelfHealingTrainer(trainer).dry_run(1)
+    assert "Reward reward_of_answers asks for 'answer' and raises" in caplog.text
+    (note,) = caught.value.__notes__
+    assert note.startswith("self_healing: raised in step 1 of 1 of a dry run; the trainer is as it was before it.")
+    assert "Known error reward_arguments:" in note
+
+
+def test_logits_that_do_not_fit_are_reckoned(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = SelfHealingTrainer(plain_trainer(tmp_path, tokenizer)).dry_run(1)
+    assert report.logits_bytes == 4 * 24 * len(tokenizer) * 4
+    assert "logits" not in "".join(report.advice)
+    # A device that is nearly full.
+    full = {"host_available": 1 << 40, "free": 10_000, "reserved": 30_000, "allocated": 20_000}
+    monkeypatch.setattr(dry_run, "memory_figures", lambda device: full)
+    said = advice_of(plain_trainer(tmp_path, tokenizer))
+    assert f"(4 rows x 24 tokens x {len(tokenizer)} words x 4 bytes)" in said
+
+
+def test_a_look_that_fails_is_no_matter_of_the_run(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer)
+    tokenizer_of_another_kind = object()
+    trainer.processing_class = tokenizer_of_another_kind
+    trainer.args.logging_steps = "often"
+    report = SelfHealingTrainer(trainer).dry_run(1)
+    assert (report.steps, report.rows) == (1, [])
+    assert report.batch

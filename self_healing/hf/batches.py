@@ -184,6 +184,33 @@ def row_text(batch: Batch, layout: Layout, row: int, tokenizer: Any, keys: Seque
     return None
 
 
+# ---- trained tokens: which tokens of a batch count in its loss ----
+
+
+def trained_tokens(batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """
+    Gives the token ids of a prepared batch, which of them count in the loss, and which are no padding, each of shape
+    (B, T); `None` where the batch does not say.
+    """
+    if not isinstance(batch, Mapping):
+        return None
+    ids, labels, trained = (batch.get(key) for key in ("input_ids", "labels", "completion_mask"))
+    present = batch.get("attention_mask")
+    if isinstance(labels, torch.Tensor):
+        trained = labels != -100
+    elif batch.get("completion_ids") is not None:
+        prompt = batch["prompt_mask"]
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        present = torch.cat([prompt, batch["completion_mask"]], dim=1)
+        trained = torch.cat([torch.zeros_like(prompt), batch["completion_mask"] * batch.get("tool_mask", 1)], dim=1)
+    if not isinstance(ids, torch.Tensor) or not isinstance(trained, torch.Tensor) or ids.shape != trained.shape:
+        return None
+    if not isinstance(present, torch.Tensor) or present.shape != ids.shape:
+        # Rows laid end to end have no padding.
+        present = torch.ones_like(ids)
+    return ids, trained.bool() & present.bool(), present.bool()
+
+
 # ---- call shape: the size of one model call ----
 
 

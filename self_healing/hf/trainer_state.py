@@ -482,6 +482,12 @@ def generated_rows(trainer: Any) -> Any:
     return rows if trainer._step % cycle != 0 else None
 
 
+def scored_completions(trainer: Any) -> tuple[list[Any], dict[str, list[float]]]:
+    """Gives the completions that were generated last, on all ranks, and their rewards by the name of the function."""
+    logs = vars(trainer).get("_logs") or {}
+    return list(logs.get("completion", ())), {name: list(given) for name, given in logs.get("rewards", {}).items()}
+
+
 def load_generated(trainer: Any, checkpoint: Path) -> None:
     """Goes on with the generation cycle within which a checkpoint was written."""
     path = checkpoint / GENERATED_FILE
