@@ -315,6 +315,13 @@ _END_AFTER_REDUCTIONS = Rung((*_BACK, *INSPECTIONS, *THE_END), failure=FailureTy
 # ---- recipes ----
 
 
+# As a dry run has them, which says where they are from.
+_USUAL_RATES = (
+    "Usual rates: SFT 1e-5 to 5e-5, DPO, KTO, GRPO and RLOO 5e-7 to 5e-6; ten times as much with LoRA. A usual "
+    "warm-up: 5 to 10 % of the steps."
+)
+
+
 # One table, not one for each family: journal, postmortem and claims lie below the families and read it, so that it
 # would have to be filled from above by the order of imports, and many a recipe is climbed by more than one of them.
 FAILURE_RECIPES: dict[FailureType, Recipe] = {
@@ -351,7 +358,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
             Rung((*INSPECTIONS, *THE_END), failure=FailureType.LEARNING_RATE),
         ),
         advice="Begin a new run from the weights of a checkpoint well before it (`from_pretrained`; a resume would "
-        "take the rate from the checkpoint) with a lower learning rate, or in bf16 or fp32 instead of "
+        "take the rate from the checkpoint) with half the learning rate or less, or in bf16 or fp32 instead of "
         "fp16; check custom losses for log(0) or division by zero.",
         severity="warning",
         references=("https://arxiv.org/abs/1710.03740",),
@@ -420,7 +427,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
             Rung(THE_END),
         ),
         advice="One spike is nothing to worry about. If they come often, set zclip_mode='clip', lower the learning "
-        "rate or max_grad_norm, and look at the batches in incidents/.",
+        "rate by a factor of 2 to 5, set max_grad_norm to 1.0 or less, and look at the batches in incidents/.",
         severity="warning",
         references=("https://arxiv.org/abs/2204.02311", "https://arxiv.org/abs/2504.02507"),
     ),
@@ -428,7 +435,8 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         diagnosis="The loss was far above what is normal in this run. Most spikes pass by themselves; no checkpoint "
         "is written until the loss is back.",
         ladder=(Action.HOLD_CHECKPOINTS,),
-        advice="Nothing, if it passes. If they come often, look at the batches, and lower the learning rate.",
+        advice="Nothing, if it passes. If they come often, look at the batches, lower the learning rate by a factor "
+        "of 2 to 5, and warm up over 5 to 10 % of the steps.",
         severity="warning",
         references=("https://arxiv.org/abs/2204.02311",),
     ),
@@ -442,7 +450,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
             _END_AFTER_REDUCTIONS,
         ),
         advice="Begin a new run from the weights of a checkpoint well before it (`from_pretrained`), with half the "
-        "learning rate or a longer warm-up; a resume would take the rate from the checkpoint.",
+        f"learning rate or a longer warm-up; a resume would take the rate from the checkpoint. {_USUAL_RATES}",
         severity="error",
         references=("https://doi.org/10.1093/biomet/41.1-2.100", "https://arxiv.org/abs/2204.02311"),
     ),
@@ -460,7 +468,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         ladder=(),
         advice="Nothing, if the data have become harder on purpose (a curriculum, another source). Else compare the "
         "evaluation loss of a checkpoint from before the rise with the newest one: if it has risen as well, lower the "
-        "learning rate, or end the run and keep the earlier checkpoint.",
+        "learning rate by a factor of 2, or end the run and keep the earlier checkpoint.",
         severity="warning",
         references=("https://arxiv.org/abs/2309.14322",),
     ),
@@ -470,7 +478,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="Begin a new run with a learning rate well below the last one that was tried, or a longer warm-up (a "
         "resume would take the rate from the checkpoint). If that one "
         "was already low for a model like this, it is not the rate: look at what the checks of data and model say, "
-        "and at custom losses.",
+        f"and at custom losses. {_USUAL_RATES}",
         severity="error",
         references=("https://arxiv.org/abs/2309.14322",),
     ),
@@ -509,7 +517,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="Look at one batch, decoded, with its labels: do they belong to the inputs (shifted twice, shuffled, "
         "of another tokenizer)? Check that the parameters you mean to train have requires_grad and are in the "
         "optimizer, and that the learning rate is neither near 0 (a warm-up of thousands of steps) nor so high that "
-        "the loss went up first. If the data are random on purpose, nothing is wrong.",
+        f"the loss went up first. {_USUAL_RATES} If the data are random on purpose, nothing is wrong.",
         severity="error",
         references=("https://karpathy.github.io/2019/04/25/recipe/",),
     ),
@@ -539,9 +547,12 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
             Action.MOVE_PREDICTIONS_TO_HOST,
             Action.STOP,
         ),
-        advice="(1) Shorten max_length (or max_completion_length), which decides what a single row costs. (2) Shrink "
-        "what is always in memory: LoRA, weights in bf16, an 8-bit or paged optimizer, sharding over more devices. "
-        "(3) Look for other processes on the device, and for tensors kept by mistake (nvidia-smi).",
+        advice="(1) Shorten max_length (or max_completion_length), which decides what a single row costs: half of it "
+        "is half of the logits and, without attn_implementation='flash_attention_2', a quarter of the attention. (2) "
+        "Shrink what is always in memory: LoRA (r=16 to 32) on a base in bf16, or in 4-bit (QLoRA), which takes a "
+        "quarter of that; an 8-bit or paged optimizer; weights and optimizer sharded over more devices, or offloaded "
+        "to the host (DeepSpeed ZeRO, FSDP). (3) Look for other processes on the device, and for tensors kept by "
+        "mistake (nvidia-smi).",
         severity="warning",
         references=("https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management",),
     ),

@@ -667,8 +667,8 @@ ADVICE = {
         "fewer or shorter rows, or the loss alone (prediction_loss_only)."
     ),
     "generation": (
-        "(1) Shorten max_completion_length, or the prompts. (2) Use less permanent memory: LoRA, weights "
-        "in bf16, an 8-bit optimizer. (3) Generate elsewhere (vLLM on another device)."
+        "(1) Halve max_completion_length, or shorten the prompts. (2) Use less permanent memory: LoRA (r=16 to 32), a "
+        "base in bf16 or 4-bit, an 8-bit optimizer. (3) Generate elsewhere (vLLM on another device)."
     ),
     "vLLM": (
         "(1) Lower vllm_gpu_memory_utilization, the share of memory that the engine reserves, or set "
@@ -676,9 +676,9 @@ ADVICE = {
         "vllm_max_model_length. (3) Have vLLM generate on another device (vllm_mode='server')."
     ),
     "optimizer step": (
-        "(1) Take an optimizer with smaller state or with paging (8-bit, Adafactor, paged AdamW), or train fewer "
-        "weights (LoRA). (2) Take one whose update needs no extra memory (fused). (3) Check whether another process "
-        "uses the device."
+        "(1) Take an optimizer with smaller state or with paging (8-bit: a quarter of it; Adafactor, paged AdamW), or "
+        "train fewer weights (LoRA, r=16 to 32: about 1 % of them). (2) Take one whose update needs no extra memory "
+        "(fused). (3) Check whether another process uses the device."
     ),
 }
 HALVE = "Halve per_device_train_batch_size and double gradient_accumulation_steps, or let SelfHealingTrainer do it. "
