@@ -110,7 +110,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         except Exception:
             # Called by the Trainer in the middle of a save.
             text = "What healing has learned could not be put into the checkpoint, which is good without it."
-            log_safely(logger, logging.ERROR, "%s Please report this traceback.", text, exc_info=True)
+            log_safely(logger, logging.ERROR, "%s The bug is ours, not yours.", text, exc_info=True)
             return None
 
     @healing_state.setter

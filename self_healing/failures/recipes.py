@@ -716,7 +716,7 @@ class UnrecoverableTrainingError(RuntimeError):
 class HealingFailed(RuntimeError):
     """Ends a job on several ranks in which code of this library has failed where they meet."""
 
-    remedy = "Report the traceback. The next start trains without healing, and says how to switch it on again."
+    remedy = "The bug is ours, not yours. The next start trains without healing, and says how to switch it on again."
 
     @classmethod
     def on_rank(cls, rank: int, step: int, error: BaseException) -> HealingFailed:

@@ -194,7 +194,7 @@ class Failsafe:
         assert isinstance(error, Exception)
         if self.failure is None:
             self.failure = error
-            text = "self_healing failed on rank %d at step %s, and tells the others. Please report this traceback."
+            text = "self_healing failed on rank %d at step %s, and tells the others. The bug is ours, not yours."
             step = self._trainer.state.global_step
             log_safely(logger, logging.ERROR, text, processes.own_rank(), step, exc_info=error)
         return True
@@ -227,7 +227,7 @@ class Failsafe:
         step = self._trainer.state.global_step
         text = "self_healing failed at step %s and has switched itself off; training goes on without it."
         elsewhere = isinstance(error, votes.RankFailed) and self.failure is None
-        text += " The log of another rank has the traceback." if elsewhere else " Please report this traceback."
+        text += " The log of another rank has the traceback." if elsewhere else " The bug is ours, not yours."
         log_safely(logger, logging.ERROR, text, step, exc_info=None if elsewhere else self.failure or error)
         self.switched_off = True
         self.give_back()

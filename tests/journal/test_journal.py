@@ -168,6 +168,9 @@ def test_a_failure_of_ours_leaves_the_plain_trainer(
     assert_same_weights(weights(trainer), weights(plain))
     assert logged(trainer) == logged(plain)
     assert "a bug of ours" in caplog.text
+    assert "The bug is ours, not yours." in caplog.text
+    # To whom, it could not say.
+    assert "eport this" not in caplog.text
     assert not {"training_step", "get_batch_samples", "log"} & set(vars(trainer))
 
 

@@ -138,8 +138,8 @@ class Guard:
         except Exception as error:
             self.off = True
             logger.error(
-                "self_healing failed while it guarded the data, which are loaded without guards from here on. Please "
-                "report this traceback.",
+                "self_healing failed while it guarded the data, which are loaded without guards from here on. The "
+                "bug is ours, not yours.",
                 exc_info=error,
             )
         if passed is not None:

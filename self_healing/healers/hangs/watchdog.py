@@ -212,7 +212,7 @@ class Watchdog:
                 self._look(stopping)
             except Exception:
                 if not failed:
-                    logger.exception("The watchdog for hangs failed once, and goes on. Please report this traceback.")
+                    logger.exception("The watchdog for hangs failed once, and goes on. The bug is ours, not yours.")
                 failed = True
 
     def _look(self, stopping: threading.Event) -> None:

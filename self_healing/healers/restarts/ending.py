@@ -389,7 +389,7 @@ def switch_off_next_time(directory: Path, run: str, step: int, error: BaseExcept
     rank = processes.own_rank()
     why = f"self_healing failed on rank {rank} at step {step}: {describe_exception(error)[:300]}"
     noted = {"run": run or "without-healing", "step": step, "why": why}
-    text = "self_healing failed on rank %d at step %d, and the job ends. Please report this traceback."
+    text = "self_healing failed on rank %d at step %d, and the job ends. The bug is ours, not yours."
     log_safely(logger, logging.ERROR, text, rank, step, exc_info=error)
     try:
         # Beside that of another rank that fails at the same moment.
