@@ -83,11 +83,14 @@ test-deepspeed: .venv-deepspeed/.installed
 test-deepspeed-quick: .venv-deepspeed/.installed
 	PATH="$(CURDIR)/.venv-deepspeed/bin:$$PATH" .venv-deepspeed/bin/python -m pytest tests/instrument/test_deepspeed.py
 
+# Both then put the versions with which their tests have passed into docs/compatibility.json, and its table into a page.
 test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest $(OLDEST_TESTS)
+	.venv-oldest/bin/python tests/compatibility.py oldest
 
 test-newest: .venv-newest/.installed
 	.venv-newest/bin/python -m pytest $(NEWEST_TESTS)
+	.venv-newest/bin/python tests/compatibility.py newest
 
 # Each part writes its result as it goes; what was cut off is gone on with when it is called again.
 bench-gpu: gpu-needs

@@ -374,13 +374,13 @@ def ranks_tables(record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, " ".join([legend, *numbered])])
 
 
-def with_table(page: str, rendered: str) -> str:
+def with_table(page: str, rendered: str, begin: str = BEGIN) -> str:
     """Puts a table between the two comments of a page."""
-    before, _, rest = page.partition(BEGIN)
+    before, _, rest = page.partition(begin)
     _, found, after = rest.partition(END)
     if not found:
-        raise MatrixError(f"a page has lost the lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{rendered}\n\n{END}{after}"
+        raise MatrixError(f"a page has lost the lines {begin} and {END}")
+    return f"{before}{begin}\n\n{rendered}\n\n{END}{after}"
 
 
 def main() -> None:
