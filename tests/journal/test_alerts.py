@@ -114,6 +114,8 @@ def test_an_exception_of_the_training_code_is_posted_without_what_it_says(
     assert (message["step"], message["kind"], message["outcome"]) == (1, "user_code", "stopped")
     assert "training stopped by ValueError" in message["text"]
     assert "patient" not in json.dumps(message)
+    # The wrapper has saved what there was.
+    assert ("To resume: trainer.train(" in message["text"]) is wrapped
 
 
 def no_room(*_: Any, **__: Any) -> None:
