@@ -96,7 +96,7 @@ class Webhook(logging.Handler):
         except Exception as error:
             if not self._has_failed:
                 self._has_failed = True
-                text = "A message to %s (%s) did not get through: %s. What it says is in the journal; this is said once."
+                text = "A message to %s (%s) did not get through: %s. The journal has what it says. This is said once."
                 log_safely(logger, logging.WARNING, text, WEBHOOK, urlsplit(url).hostname, error)
 
     def flush(self) -> None:
