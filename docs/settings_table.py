@@ -1,5 +1,5 @@
 """
-Writes the table of settings into configuration.md, from `HealingConfig` itself.
+Writes the tables of settings into configuration.md, from `HealingConfig` itself.
 
 ```bash
 python docs/settings_table.py
@@ -15,42 +15,56 @@ from self_healing.config.schema import SECTIONS, Setting
 
 
 PAGE = Path(__file__).parent / "configuration.md"
-BEGIN, END = "<!-- settings: begin -->", "<!-- settings: end -->"
+# What people set.
+FIRST = ("healing_preset", "healing_dir", "nan_patience", "max_recovery_attempts", "on_bad_sample")
+FIELDS = {field.name: field for field in dataclasses.fields(HealingConfig)}
+HINTS = {name: get_args(hint) for name, hint in get_type_hints(HealingConfig, include_extras=True).items()}
+PRESETS = (HealingConfig(), HealingConfig.aggressive(), HealingConfig.conservative())
+
+
+def first_table() -> str:
+    """The settings that people set, with the section in which each stands in TOML."""
+    rows = [(*_row(name)[:3], f"`[{HINTS[name][1].section}]`", _row(name)[3]) for name in FIRST]
+    return _table(("setting", "default", "allowed", "in TOML", "what it does"), rows)
+
+
+def presets_table() -> str:
+    """What each preset changes; what it leaves alone is left out."""
+    rows = []
+    for name in FIELDS:
+        default, *others = (_value(getattr(preset, name)) for preset in PRESETS)
+        if name != "healing_preset" and {default} != set(others):
+            rows.append((f"`{name}`", default, *("" if value == default else value for value in others)))
+    return _table(("setting", "default", "aggressive", "conservative"), rows)
 
 
 def settings_table() -> str:
-    """The tables of all settings, a section each, as Markdown."""
-    hints = get_type_hints(HealingConfig, include_extras=True)
-    presets = [HealingConfig(), HealingConfig.aggressive(), HealingConfig.conservative()]
-    parts = []
-    for section, title in SECTIONS.items():
-        lines = [
-            f"### `[{section}]`: {title}",
-            "",
-            "| setting | allowed | default | aggressive | conservative | what it does |",
-            "|---|---|---|---|---|---|",
-        ]
-        for field in dataclasses.fields(HealingConfig):
-            kind, setting = get_args(hints[field.name])
-            if setting.section != section:
-                continue
-            default, *others = [getattr(preset, field.name) for preset in presets]
-            # A preset that leaves a setting alone shows nothing, so that what it changes stands out.
-            cells = [_value(default), *("" if value == default else _value(value) for value in others)]
-            meaning = field.metadata["help"].replace("|", "\\|")
-            lines.append(f"| `{field.name}` | {_allowed(kind, setting)} | {' | '.join(cells)} | {meaning} |")
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+    """All other settings, section by section."""
+    rows: list[tuple[str, ...]] = []
+    for section in SECTIONS:
+        names = [name for name in FIELDS if HINTS[name][1].section == section and name not in FIRST]
+        rows += [(f"**[{section}]**", "", "", ""), *map(_row, names)] if names else []
+    return _table(("setting", "default", "allowed", "what it does"), rows)
+
+
+def _table(head: Any, rows: Any) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def _row(name: str) -> tuple[str, ...]:
+    kind, setting = HINTS[name]
+    meaning = FIELDS[name].metadata["help"].replace("|", "\\|")
+    return f"`{name}`", _value(getattr(PRESETS[0], name)), _allowed(kind, setting), meaning
 
 
 def _allowed(kind: Any, setting: Setting) -> str:
     if get_origin(kind) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(kind))
-    if kind is bool:
-        return "true or false"
+        # Each is named in what the setting does.
+        return ""
     if kind in (int, float):
-        return f"{'integer' if kind is int else 'number'}, {setting}"
-    return "a path"
+        return str(setting).replace("at least", "≥").replace("at most", "≤").replace("above", ">").replace(" and", ",")
+    # What a switch or a path may be, its default and its name say.
+    return ""
 
 
 def _value(value: Any) -> str:
@@ -59,11 +73,16 @@ def _value(value: Any) -> str:
     return "not set" if value is None else f"{value}"
 
 
+TABLES = {"first": first_table, "presets": presets_table, "settings": settings_table}
+
+
 def page_with_table(page: str) -> str:
-    """The page with the table between its two marks replaced."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{settings_table()}\n\n{END}{after}"
+    """The page with the tables between their marks replaced."""
+    for name, table in TABLES.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}\n\n{table()}\n\n{end}{rest.partition(end)[2]}"
+    return page
 
 
 if __name__ == "__main__":

@@ -199,6 +199,36 @@ class TestPresets:
                 make(nan_patiance=3)
 
 
+class TestShown:
+    def test_what_is_printed_is_what_was_set(self):
+        assert str(HealingConfig()) == "HealingConfig()"
+        config = HealingConfig.aggressive(nan_patience=2, healing_dir="out")
+        assert repr(config) == "HealingConfig(healing_preset='aggressive', nan_patience=2, healing_dir='out')"
+
+    def test_what_is_printed_makes_the_config_again(self):
+        # The default of nan_patience, which the preset has changed.
+        for config in (HealingConfig(), HealingConfig.aggressive(nan_patience=3, max_skipped_fraction=0.5)):
+            assert eval(repr(config)) == config
+
+    def test_a_notebook_shows_what_was_set_and_what_it_would_be(self):
+        shown = HealingConfig.aggressive(nan_patience=2, healing_dir="<b>")._repr_html_()
+        for row in (
+            "<td>healing_preset</td><td>'aggressive'</td><td>'default'</td>",
+            "<td>nan_patience</td><td>2</td><td>8</td>",
+            "<td>healing_dir</td><td>'&lt;b&gt;'</td><td>None</td>",
+        ):
+            assert row in shown
+        assert shown.count("<tr>") == 4
+
+
+class TestPage:
+    def test_the_settings_that_people_set_come_first_and_all_of_it_is_short(self):
+        page = (RECIPES.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
+        first = ["healing_preset", "healing_dir", "nan_patience", "max_recovery_attempts", "on_bad_sample"]
+        assert re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)[:5] == first
+        assert len([word for word in page.split() if re.search("[A-Za-z0-9]", word)]) <= 1400
+
+
 class TestDict:
     @pytest.mark.parametrize("config", [{"nan_patince": 5}, {"nonfinite": {"nan-patience": 5}}])
     def test_an_unknown_key_names_the_closest_one(self, config):
@@ -299,6 +329,10 @@ class TestGiven:
 
 
 class TestRecipes:
+    @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+    def test_a_recipe_is_read_at_a_glance(self, path):
+        assert len([line for line in path.read_text().splitlines() if line]) <= 5
+
     @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
     def test_a_recipe_has_no_setting_at_its_default(self, path):
         listed = re.findall(r"^(\w+) =", path.read_text(), flags=re.MULTILINE)

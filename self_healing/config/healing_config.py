@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import html
 import os
 import reprlib
 from collections.abc import Mapping
@@ -117,15 +118,14 @@ class HealingConfig:
 
     on_nonfinite: Annotated[Literal["heal", "skip", "warn", "watch", "raise"], Setting("nonfinite")] = setting(
         "heal",
-        "What to do when the loss or the gradient norm of a step is not finite: `heal` finds the cause by experiment "
-        "and repairs the step, `skip` (or `warn`) reports it and skips the step without a diagnosis, `watch` only "
-        "reports it and applies the step as the plain trainer would, `raise` stops with an error before the step is "
+        "When loss or gradient norm of a step is not finite: `heal` finds the cause by experiment and repairs the "
+        "step, `skip` (or `warn`) skips it undiagnosed, `watch` reports and applies it, `raise` stops before it is "
         "applied.",
     )
     nan_patience: Annotated[int, Setting("nonfinite", at_least=1)] = setting(
         3,
-        "After this many skipped steps in a row without a known cause, the run rolls back to a trusted state with a "
-        "lower learning rate; with `on_nonfinite='skip'` it stops. A step with poison rows resets the count.",
+        "After this many skipped steps in a row without a known cause, the run rolls back with a lower learning rate; "
+        "with `on_nonfinite='skip'` it stops. A step with poison rows resets the count.",
     )
     max_skipped_fraction: Annotated[float, Setting("nonfinite", above=0, at_most=1)] = setting(
         0.1, "The run stops when more than this share of the last 100 steps was skipped."
@@ -133,41 +133,39 @@ class HealingConfig:
 
     on_spike: Annotated[Literal["heal", "warn"], Setting("detection")] = setting(
         "heal",
-        "What to do when the gradient norm of a step is far above normal: `heal` computes the step again and, if "
-        "nothing changes, clips the gradient to its usual norm, or skips the step if the loss spikes as well or the "
-        "gradient has exploded; `warn` only reports it.",
+        "When the gradient norm is far above normal: `heal` computes the step again and, if nothing changes, clips to "
+        "the usual norm, or skips the step if the loss spikes too or the gradient has exploded; `warn` only reports "
+        "it.",
     )
     loss_spike_factor: Annotated[float, Setting("detection", at_least=0)] = setting(
-        0.0, "A loss above this multiple of its baseline is a spike, whatever its z-score. 0 switches this off."
+        0.0, "A loss above this multiple of its baseline is a spike, whatever its z-score. 0: off."
     )
     grad_explosion_threshold: Annotated[float, Setting("detection", at_least=0)] = setting(
-        1e4,
-        "Gradient norm before clipping above which the gradient has exploded, unless such norms are usual in the "
-        "run. 0 switches this off.",
+        1e4, "Gradient norm above which the gradient has exploded, unless such norms are usual. 0: off."
     )
     on_divergence: Annotated[Literal["heal", "warn", "stop"], Setting("detection")] = setting(
         "heal",
-        "What to do when the loss rises and stays up, unless trusted weights show that the data have become harder: "
-        "`heal` rolls back to a trusted state if the weights are at fault, `warn` reports it and writes no "
-        "checkpoint until the loss is back, `stop` ends the run with a postmortem.",
+        "When the loss rises and stays up, and not because the data have become harder: `heal` rolls back if the "
+        "weights are at fault, `warn` saves no checkpoint until the loss is back, `stop` ends the run with a "
+        "postmortem.",
     )
     divergence_patience: Annotated[int, Setting("detection", at_least=1)] = setting(
-        100, "Steps after which a diverged loss that stays at a new level counts as settled there."
+        100, "Steps after which a diverged loss that stays at a new level has settled there."
     )
     rules_file: Annotated[str | None, Setting("detection")] = setting(
         None,
-        "TOML file with metric rules, merged over the built-in table. `self-healing rules` prints the table in force.",
+        "TOML file with metric rules, merged over the built-in table. `self-healing rules` prints what is in force.",
     )
     on_red_flag: Annotated[Literal["act", "warn"], Setting("detection")] = setting(
         "act",
-        "What to do when a metric rule fires whose action is `stop` or `rollback`, or the loss of SFT is exactly 0.0, "
-        "which is a wiring bug: `act` carries it out, or stops; `warn` only reports it.",
+        "When a metric rule fires whose action is `stop` or `rollback`, or the loss of SFT is exactly 0.0 (a wiring "
+        "bug): `act` carries it out, or stops; `warn` only reports it.",
     )
 
     zclip_mode: Annotated[Literal["off", "observe", "clip"], Setting("clipping")] = setting(
         "observe",
-        "Adaptive gradient clipping by the norms usual in the run, below `max_grad_norm`: `off`, `observe` keeps the "
-        "statistic and logs what it would clip, `clip` clips.",
+        "Clipping by the norms usual in the run, below `max_grad_norm`: `off`, `observe` logs what it would clip, "
+        "`clip` clips.",
     )
     zclip_z_threshold: Annotated[float, Setting("clipping", above=0)] = setting(
         2.5, "z-score above which a gradient norm is an outlier."
@@ -178,112 +176,107 @@ class HealingConfig:
 
     snapshots: Annotated[bool, Setting("rollback")] = setting(
         True,
-        "Keep trusted states in host memory. If False, or if host memory is short, a run rolls back to its newest "
-        "trusted checkpoint on disk.",
+        "Keep trusted states in host memory. If false, or if memory is short, a run rolls back to its newest trusted "
+        "checkpoint.",
     )
     snapshot_interval: Annotated[int, Setting("rollback", at_least=0)] = setting(
-        0, "Steps between two snapshots. 0 chooses the interval so that they take a 400th of the training time."
+        0, "Steps between two snapshots. 0 chooses it so that they take a 400th of the training time."
     )
     snapshot_verify_steps: Annotated[int, Setting("rollback", at_least=1)] = setting(
-        6, "Healthy steps that must follow a snapshot or a checkpoint before it is trusted."
+        6, "Healthy steps after which a snapshot or a checkpoint is trusted."
     )
     lr_reduce_factor: Annotated[float, Setting("rollback", above=0, at_most=0.95)] = setting(
         0.5, "The learning rate is multiplied by this factor when rolling back alone did not help."
     )
     max_lr_reductions: Annotated[int, Setting("rollback", at_least=0)] = setting(
-        4, "Most learning rate reductions in force at the same time. If they do not suffice, the run stops."
+        4, "Most reductions in force at the same time. If they do not suffice, the run stops."
     )
     lr_ramp_steps: Annotated[int, Setting("rollback", at_least=0)] = setting(
         0,
-        "Steps in which a reduced learning rate grows back linearly. 0 for as many as it was held: 100, or for as "
-        "long as the optimizer's second moments remember if that is longer, at most a tenth of the run.",
+        "Steps in which a reduced learning rate grows back linearly. 0: as many as it was held, which is 100 or as "
+        "long as the optimizer's second moments remember, but a tenth of the run at most.",
     )
 
     on_oom: Annotated[Literal["heal", "backup", "raise"], Setting("memory")] = setting(
         "heal",
-        "What to do when memory runs out: `heal` frees memory, tries again, and then runs the model over fewer rows "
-        "at a time with the same result; `backup` does the same and copies weights and optimizer state to host memory "
-        "before every `optimizer.step()`, so that one that runs out of memory half-way can be undone bit for bit; "
-        "`raise` raises the error.",
+        "When memory runs out: `heal` frees memory, tries again, then runs the model over fewer rows at a time with "
+        "the same result; `backup` also copies weights and optimizer state to host memory before every "
+        "`optimizer.step()`, to undo one that runs out half-way; `raise` raises the error.",
     )
     oom_reduce_batch: Annotated[bool, Setting("memory")] = setting(
         True,
-        "Allow `SelfHealingTrainer`, as a last resort, to divide `per_device_train_batch_size` and multiply "
-        "`gradient_accumulation_steps` by the same factor, and to continue from an emergency checkpoint.",
+        "Allow `SelfHealingTrainer`, as a last resort, a smaller `per_device_train_batch_size` with as many times "
+        "more `gradient_accumulation_steps`, from an emergency checkpoint.",
     )
     on_bad_sample: Annotated[Literal["quarantine", "raise"], Setting("data")] = setting(
         "quarantine",
-        "What to do about a sample that raises twice while it is loaded or collated, or that is empty: `quarantine` "
-        "writes it to quarantine.jsonl and uses another sample in its place, `raise` raises the error and names the "
-        "sample.",
+        "A sample that raises twice while it is loaded or collated, or is empty: `quarantine` writes it to "
+        "quarantine.jsonl and uses another one in its place, `raise` raises the error and names it.",
     )
     max_bad_fraction: Annotated[float, Setting("data", above=0, at_most=1)] = setting(
         0.1,
-        "The run stops when more than this share of the rows of the last 100 steps was dropped, or of the samples "
-        "drawn so far was bad (of at least 100 samples, or of the whole data set if it is smaller).",
+        "The run stops when more than this share of the rows of the last 100 steps was dropped, or of the samples so "
+        "far was bad (of at least 100, or of the whole data set if it is smaller).",
     )
 
     max_recovery_attempts: Annotated[int, Setting("recovery", at_least=0)] = setting(
         6,
-        "How often a run may roll back, or `SelfHealingTrainer` enter `train()` again, without progress "
-        "before it gives up. 50 healthy steps beyond the failure give all attempts back.",
+        "How often a run may roll back, or `SelfHealingTrainer` enter `train()` again, without progress before it "
+        "gives up. 50 healthy steps beyond the failure give all attempts back.",
     )
     api_retry_base_delay: Annotated[float, Setting("recovery", at_least=0)] = setting(
         5.0,
-        "Upper bound of the first wait after a network or service failure, in seconds. The bound doubles with every "
-        "attempt, and each wait is drawn at random below it.",
+        "Upper bound in seconds of the first wait after a network or service failure. It doubles with every attempt; "
+        "each wait is random below it.",
     )
     api_retry_max_delay: Annotated[float, Setting("recovery", at_least=0)] = setting(
         300.0, "Longest such wait, in seconds. At least `api_retry_base_delay`."
     )
     api_retry_attempts: Annotated[int, Setting("recovery", at_least=1)] = setting(
         8,
-        "How often a call to a service (reward function, streamed data, vLLM server, Hub) is attempted before its "
-        "error is raised. All attempts together take 15 minutes at most, or three times `api_retry_max_delay` if "
-        "that is longer.",
+        "How often a call to a service (reward function, stream, vLLM server, Hub) is tried before its error is "
+        "raised: within 15 minutes, or three times `api_retry_max_delay` if that is longer.",
     )
     on_save_failure: Annotated[Literal["continue", "make_room", "raise"], Setting("recovery")] = setting(
         "continue",
-        "What to do when the disk refuses a checkpoint: `continue` removes the partial checkpoint, raises an alert, "
-        "trains on and tries again at the next save; `make_room` does the same, and removes the oldest unverified "
-        "checkpoint first if the disk is full; `raise` raises the error.",
+        "When the disk refuses a checkpoint: `continue` removes the partial one, raises an alert and trains on; "
+        "`make_room` also removes the oldest unverified one first if the disk is full; `raise` raises the error.",
     )
     keep_verified_checkpoints: Annotated[int, Setting("recovery", at_least=0)] = setting(
         2,
-        "How many verified checkpoints to keep in `last-known-good/`, where rotation cannot remove them. 0 keeps "
-        "none. They make room before a save is given up.",
+        "Verified checkpoints to keep in `last-known-good/`, where rotation cannot remove them. They make room before "
+        "a save is given up.",
     )
 
     on_hang: Annotated[Literal["recover", "notify", "off"], Setting("hangs")] = setting(
         "recover",
-        "What to do when a part of a step takes far longer than ever before: `recover` writes the stacks of all "
-        "threads to disk, interrupts the step and goes on (`SelfHealingTrainer`; if the step cannot be interrupted "
-        "and a launcher restarts the job, the process ends with exit code 75), `notify` only writes the stacks and "
-        "raises an alert, `off` does not watch.",
+        "When part of a step takes far longer than ever before: `recover` writes the stacks of all threads to disk, "
+        "interrupts the step and goes on (`SelfHealingTrainer`; where that fails under a launcher that restarts, it "
+        "exits with code 75), `notify` writes the stacks and raises an alert, `off` does not watch.",
     )
     hang_floor_seconds: Annotated[float, Setting("hangs", above=0)] = setting(
         60.0, "Shortest time that counts as a hang, in seconds."
     )
     collective_timeout_check_seconds: Annotated[float, Setting("hangs", at_least=0)] = setting(
         20.0,
-        "On several ranks, timeout in seconds for a sum over ranks of known numbers before the first step: a wrong or "
-        "late sum ends the run. 0 switches this off; otherwise at least 10.",
+        "On several ranks, seconds for a sum of known numbers before the first step: a wrong or late one ends the "
+        "run. 0: off; otherwise at least 10.",
     )
 
     resume_after_restart: Annotated[bool, Setting("restarts")] = setting(
         True,
-        "Whether `train()` of a `SelfHealingTrainer` resumes from the newest trusted checkpoint of its own run when "
-        "a launcher (torchrun, SLURM) has restarted the process.",
+        "Resume from the newest trusted checkpoint of the run when a launcher (torchrun, SLURM) has restarted a "
+        "`SelfHealingTrainer`.",
     )
     launcher_restarts: Annotated[Literal["auto", "yes", "no"], Setting("restarts")] = setting(
         "auto",
-        "Whether a process that ends with exit code 75 is restarted. `auto` reads it from the environment (torchrun "
-        "with restarts left), `yes` and `no` override that.",
+        "Whether a process that exits with code 75 is started again: `yes`, `no`, or `auto`, by the environment "
+        "(torchrun with restarts left).",
     )
     on_preemption: Annotated[Literal["save", "ignore"], Setting("restarts")] = setting(
         "save",
-        "What to do on SIGTERM, SIGUSR1 and, in a job of one process, a first Ctrl-C: `save` finishes the step, "
-        "writes a checkpoint and exits, `ignore` leaves the signals alone.",
+        "On SIGTERM, SIGUSR1 and, in a job of one process, a first Ctrl-C: `save` finishes the step, writes a "
+        "checkpoint and exits, `ignore` leaves the signals alone.",
     )
     preemption_deadline: Annotated[float, Setting("restarts", above=0)] = setting(
         30.0, "Seconds between the signal and the end of the process, at most."
@@ -291,24 +284,22 @@ class HealingConfig:
 
     healing_dir: Annotated[str | None, Setting("journal")] = setting(
         None,
-        "Directory for healing_events.jsonl, quarantine.jsonl, postmortem.json and the report. Defaults to the "
-        "`output_dir` of the training arguments. Checkpoints and the record of the run always stay in `output_dir`.",
+        "Directory for journal, quarantine.jsonl, postmortem.json and report. Defaults to the `output_dir` of the "
+        "training arguments, where checkpoints and the record of the run always stay.",
     )
     quarantine_text: Annotated[bool, Setting("journal")] = setting(
         True,
-        "Write the text of quarantined rows and samples, and the batches of bad steps for `self-healing replay`, to "
-        "disk. If False, only positions and hashes are written, and no batch is kept.",
+        "Write the text of quarantined rows and samples, and batches of bad steps for `self-healing replay`, to disk. "
+        "If false: only positions and hashes.",
     )
     upload_healing_files: Annotated[bool, Setting("journal")] = setting(
         False,
-        "Upload the files of this library (journal, quarantine, kept batches and checkpoints) to the Hub with "
-        "everything else.",
+        "Upload the files of this library (journal, quarantine, batches, kept checkpoints) to the Hub with everything "
+        "else.",
     )
 
     healing_preset: Annotated[Literal["default", "aggressive", "conservative"], Setting("preset")] = setting(
-        "default",
-        "Preset for the settings you leave out: `default`, `aggressive` or `conservative`. What you set takes "
-        "precedence.",
+        "default", "Where the settings you leave out start: `default`, `aggressive` or `conservative`."
     )
 
     def __post_init__(self) -> None:
@@ -319,6 +310,22 @@ class HealingConfig:
         for name, declared in schema.items():
             if declared.kind is float:
                 object.__setattr__(self, name, float(getattr(self, name)))
+
+    def _changed(self) -> dict[str, tuple[Any, Any]]:
+        """The settings that are not those of the preset, and those; first the preset, unless it is the default."""
+        preset = asdict(HealingConfig(healing_preset=self.healing_preset)) | {"healing_preset": "default"}
+        usual = {"healing_preset": "default", **preset}
+        return {name: (value, usual[name]) for name in usual if (value := getattr(self, name)) != usual[name]}
+
+    def __repr__(self) -> str:
+        return f"HealingConfig({', '.join(f'{name}={value!r}' for name, (value, _) in self._changed().items())})"
+
+    def _repr_html_(self) -> str:
+        """What was set, as a notebook shows it."""
+        changed = [(name, *map(repr, values)) for name, values in self._changed().items()]
+        rows = [("HealingConfig", "set to", "instead of"), *(changed or [("nothing was set", "", "")])]
+        cells = ("".join(f"<td>{html.escape(cell, quote=False)}</td>" for cell in row) for row in rows)
+        return f"<table><tr>{'</tr><tr>'.join(cells)}</tr></table>"
 
     @classmethod
     def aggressive(cls, **overrides: Any) -> Self:

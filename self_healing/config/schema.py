@@ -85,19 +85,10 @@ def names_in(schema: Schema, section: str) -> list[str]:
 # ---- setting: the annotation of a setting: the section it stands in, and the numbers it takes ----
 
 
-SECTIONS = {
-    "preset": "Where the other settings start",
-    "nonfinite": "A step whose loss or gradient norm is not finite",
-    "detection": "Steps that are finite, but wrong",
-    "clipping": "Adaptive gradient clipping",
-    "rollback": "Rolling back to a trusted state, and the learning rate afterwards",
-    "memory": "Out of memory",
-    "data": "Rows and samples that cannot be used",
-    "recovery": "How often a run is recovered, and exceptions that end `train()`",
-    "hangs": "Training that hangs",
-    "restarts": "Processes that are killed or preempted",
-    "journal": "What is written to disk, and where",
-}
+SECTIONS = (
+    *("preset", "nonfinite", "detection", "clipping", "rollback", "memory", "data", "recovery", "hangs", "restarts"),
+    "journal",
+)
 
 
 # Settings of the modules that this library grew from which have no place here, and what takes it.
