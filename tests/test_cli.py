@@ -111,7 +111,7 @@ def test_report_shows_the_incidents_and_their_sum(tmp_path: Path) -> None:
     write_journal(tmp_path, incidents=3)
     result = run("report", str(tmp_path))
     assert result.exit_code == 0
-    assert result.stdout.count("skip step") == 3
+    assert result.stdout.count("-> step skipped; 1 step lost, 0.2 s") == 3
     assert "3 incidents, 3 steps and 0.8 s lost." in result.stdout
     assert str(tmp_path / "healing_events.jsonl") in result.stdout
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -28,6 +28,13 @@ BECAME = {
     "open": "not judged yet",
 }
 IN_DOUBT = "steps_lost_unknown"
+# What the results of actions call a number before and after.
+_CHANGED: Mapping[str, tuple[str, str]] = {
+    Action.REDUCE_LEARNING_RATE: ("from", "learning_rate"),
+    Action.INCREASE_LEARNING_RATE: ("from", "learning_rate"),
+    Action.SPLIT_BATCH: ("did_not_fit", "at_a_time"),
+    Action.REDUCE_BATCH_SIZE: ("rows_before", "rows"),
+}
 # Still going on when they are reported: the reader may want to act on the advice.
 _ADVISED = frozenset(
     {
@@ -72,6 +79,8 @@ class Incident:
             That of the symptom. Defaults to that of the failure.
         figures (`list[str]`):
             Effects of the actions, in words with numbers.
+        changes (`dict`):
+            Of each action that changed a number what it was before the first time, and what it is now.
         outcome (`str`):
             `"open"`, `"resolved"` (loss back within 2 scales of its trend), `"self_recovered"` (the same, without an
             action), `"unresolved"`, `"reported"` (no action was taken) or `"fatal"`.
@@ -89,6 +98,7 @@ class Incident:
     seconds_lost: float = 0.0
     severity: Severity | None = None
     figures: list[str] = field(default_factory=list)
+    changes: dict[str, list[float]] = field(default_factory=dict)
     outcome: str = "open"
 
     @property
@@ -114,6 +124,14 @@ class Incident:
         if self.failure is FailureType.RED_FLAG and self.severity is not None:
             return self.severity
         return FAILURE_RECIPES[self.failure].severity
+
+    def did(self, action: str, result: Mapping[str, Any]) -> None:
+        """Takes up an action that was carried out, with its result."""
+        self.actions.append(action)
+        before, after = (result.get(key) for key in _CHANGED.get(action, ("", "")))
+        before = before[0] if isinstance(before, list) else before
+        if isinstance(before, int | float) and isinstance(after, int | float):
+            self.changes[action] = [self.changes.get(action, [before])[0], after]
 
     def is_like(self, other: Incident) -> bool:
         """Whether another one is the same event, seen by another rank."""
@@ -276,16 +294,18 @@ _DONE: dict[str, str] = {
 }
 
 
-def headline(incident: Incident, width: int) -> str:
+def headline(incident: Incident, width: int | None = None) -> str:
     """Tells of an incident in one line: where, what, what was done, what it cost."""
     ranks = incident.evidence.get("ranks")
     on = f" on rank{'s' * (len(ranks) > 1)} {_listed(ranks)}" if isinstance(ranks, list) and ranks else ""
-    seen, done = _printable(_seen(incident) + on), _done(incident.actions)
+    seen, done = _printable(_seen(incident) + on), done_by(incident)
     before, after = f"step {incident.step}: ", f"; {_cost(incident)}"
-    room = width - len(before) - len(" -> ") - len(after)
-    # Half of it for each, unless the other one needs less.
-    seen = _cut(seen, max(room - len(done), room // 2))
-    return f"{before}{seen} -> {_cut(done, room - len(seen))}{after}"
+    if width is not None:
+        room = width - len(before) - len(" -> ") - len(after)
+        # Half of it for each, unless the other one needs less.
+        seen = _cut(seen, max(room - len(done), room // 2))
+        done = _cut(done, room - len(seen))
+    return f"{before}{seen} -> {done}{after}"
 
 
 def _printable(text: str) -> str:
@@ -343,10 +363,24 @@ def _listed(names: Sequence[Any]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _done(actions: Iterable[str]) -> str:
-    done = dict.fromkeys(actions)
+def done_by(incident: Incident) -> str:
+    """What was done about an incident, each once, with the numbers that it changed."""
+    done = dict.fromkeys(incident.actions)
+    if Action.ROLL_BACK in done:
+        # The step in hand is one of those that are lost.
+        done.pop(Action.SKIP_STEP, None)
     told = [action for action in done if action not in _ON_THE_WAY] or done
-    return ", ".join(_DONE.get(action, action.replace("_", " ")) for action in told) or "only reported"
+    return ", ".join(_did(action, incident.changes.get(action)) for action in told) or "only reported"
+
+
+def _did(action: str, change: Sequence[float] | None) -> str:
+    if change is None:
+        return _DONE.get(action, action.replace("_", " "))
+    before, after = change
+    if action != Action.SPLIT_BATCH:
+        return f"{'batch' if action == Action.REDUCE_BATCH_SIZE else 'LR'} {before:.3g} -> {after:.3g}"
+    pieces = [after] * int(before // after) + [before % after] * bool(before % after)
+    return f"split {before} rows -> " + (" + ".join(map(str, pieces)) if len(pieces) <= 4 else f"{after} at a time")
 
 
 def _cost(incident: Incident) -> str:

@@ -122,7 +122,7 @@ class Journal:
     def acted(self, incident: Incident, action: str, happened: bool = True, **result: Any) -> None:
         """Records one action and its result; one that failed is not among the actions of the incident."""
         if happened:
-            incident.actions.append(action)
+            incident.did(action, result)
         self._tell_of(incident, "action", action=action, happened=happened, **result)
 
     def taken_up(self, incident: Incident, step: int, checkpoint: str | None) -> None:

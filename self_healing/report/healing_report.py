@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..failures.recipes import Action
-from ..journal.incident import HEALED, IN_DOUBT, Incident, lost_steps
+from ..journal.incident import HEALED, IN_DOUBT, Incident, done_by, lost_steps
 from ..run.status import RunState, RunStatus
 from .journals import Journals, incident_of, read_journals, read_postmortem, status_in, told_once
 from .records import printable, sentence, spoken
@@ -251,7 +251,7 @@ class HealingReport:
                 str(incident["step"]),
                 textwrap.fill(spoken(incident["symptom"].removeprefix("rule:")), _FAULT_WIDTH),
                 incident["cause"],
-                ", ".join(spoken(action) for action in incident["actions"]) or "-",
+                done_by(Incident.from_dict(incident)),
                 _cost(incident),
                 incident["outcome"].replace("_", "\n"),
             )

@@ -138,7 +138,7 @@ def incident_of(lines: Sequence[Event]) -> Incident:
     incident = Incident(first["incident"], first["step"], first.get("symptom", "?"))
     for event in lines:
         if event["kind"] == "action" and event.get("happened", True):
-            incident.actions.append(event.get("action", "?"))
+            incident.did(event.get("action", "?"), event)
         for key in ("cause", "outcome", "steps_lost", "steps_repeated", "seconds_lost"):
             if key in event:
                 setattr(incident, key, event[key])

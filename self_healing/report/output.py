@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..journal.incident import counted
+from ..journal.incident import BECAME, Incident, counted, headline
 from ..run.status import RunState
 from ..system.files import BRIEFING_FILE, REPORT_FILE, is_foreign_report, replace_file
 from .healing_report import HealingReport
@@ -26,7 +28,7 @@ from .records import (
     RunReport,
     duration,
     goodput_line,
-    headline,
+    in_short,
     moment,
     printable,
     size,
@@ -42,8 +44,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("self_healing")
 
 # In the terminal, of rows, files and checkpoints: all of them are in the JSON.
-_SHOWN = 8
+_SHOWN, _MOST_INCIDENTS = 8, 20
+# Paths, and names of settings.
+_WORDS_STAY_WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 _STATE_STYLES = {"running": "cyan", "ended": "green", "stopped": "bold red", "died": "bold red", "left": "yellow"}
+_OUTCOME_STYLES = {"resolved": "green", "self_recovered": "green", "fatal": "bold red"}
 _VERDICT_STYLES = {"good": "green", "look first": "yellow", "do not use": "bold red"}
 
 # Of `agent.md`.
@@ -56,7 +61,12 @@ _WIDTH = 400
 
 
 def show(report: RunReport, summary: HealingReport, console: Console) -> None:
-    """Shows what to know of a run: incidents first, and last, where the eye is, what to do next."""
+    """Shows what to know of a run: the verdict and what to do next, then what has happened, then all else."""
+    if report.verdict is not None:
+        _line(console, f"Verdict: {report.verdict}", _VERDICT_STYLES[report.verdict.name])
+    _line(console, report.state.told, _STATE_STYLES.get(report.state.name, ""))
+    if summary.status is not None:
+        _show_next_steps(report.next_steps, console)
     _show_incidents(summary, console)
     _line(console, report.learning_rate)
     _line(console, "" if report.goodput is None else goodput_line(report.goodput))
@@ -69,21 +79,24 @@ def show(report: RunReport, summary: HealingReport, console: Console) -> None:
             console.print(table)
     for remark in report.remarks:
         _line(console, remark, "yellow")
-    _line(console, report.state.told, _STATE_STYLES.get(report.state.name, ""))
-    _line(console, summary.ending)
-    if report.verdict is not None:
-        _line(console, f"Verdict: {report.verdict}", _VERDICT_STYLES[report.verdict.name])
-    if summary.status is not None:
-        _show_next_steps(report.next_steps, console)
     if report.other_runs:
         names = ", ".join(f"{each['run']} ({each['state']})" for each in report.other_runs[-_SHOWN:])
         _line(console, f"Other runs in this directory (--run NAME): {names}.")
     _line(console, f"Journal: {summary.journal}")
 
 
-def _line(console: Console, text: str, style: str = "") -> None:
-    if text:
-        console.print(Text(printable(text), style=style), soft_wrap=True)
+def _line(console: Console, text: str, style: str = "", begin: str = "") -> None:
+    """Prints a paragraph: wrapped between words in a terminal, where `begin` stands out; one line to a program."""
+    if not text:
+        return
+    text = printable(text)
+    if console.is_terminal:
+        text = textwrap.fill(
+            text, console.width, initial_indent=begin, subsequent_indent=" " * len(begin), **_WORDS_STAY_WHOLE
+        )
+    else:
+        text = begin + text
+    console.print(Text(text, style=style), soft_wrap=True)
 
 
 def _show_incidents(summary: HealingReport, console: Console) -> None:
@@ -91,12 +104,18 @@ def _show_incidents(summary: HealingReport, console: Console) -> None:
         known = summary.status is None or summary.status.state is RunState.ENDED
         _line(console, "Nothing had to be healed." if known else "Nothing had to be healed as far as is written down.")
         return
-    console.print(summary.table())
     again = f", {counted(summary.steps_repeated, 'step')} done again." if summary.steps_repeated else "."
     cost = f"{summary.lost.removesuffix(' lost')} and {summary.seconds_lost:.1f} s lost{again}"
-    _line(console, f"{counted(len(summary.incidents), 'incident')}, {cost}")
+    _line(console, f"{counted(len(summary.incidents), 'incident')}, {cost}", "bold")
     if earlier := summary.of_earlier_runs:
         _line(console, f"Of these, {counted(earlier, 'incident')} of earlier runs in this directory.")
+    if (more := len(summary.incidents) - _MOST_INCIDENTS) > 0:
+        _line(console, f"The newest of them; --json has {more} more.")
+    shown = [(Incident.from_dict(each), BECAME[each["outcome"]]) for each in summary.incidents[-_MOST_INCIDENTS:]]
+    longest = max(len(became) for _, became in shown)
+    for incident, became in shown:
+        style = _OUTCOME_STYLES.get(incident.outcome, "yellow")
+        _line(console, headline(incident), style, f"  {became + ':':<{longest + 2}}")
 
 
 def _show_named(report: RunReport, console: Console) -> None:
@@ -111,13 +130,12 @@ def _show_named(report: RunReport, console: Console) -> None:
 
 def _tables(report: RunReport) -> Iterable[Table]:
     rows: list[tuple[object, ...]] = []
-    for each in report.checkpoints[:_SHOWN]:
+    for each, standing in report.listed()[:_SHOWN]:
         whose = "" if each.of_this_run or each.run is None else f" (run {each.run})"
-        complete = "yes" if each.complete else "no"
-        rows.append(
-            (each.path + whose, each.step, each.standing, complete, moment(each.time), size(each.bytes)),
-        )
-    yield _table("Checkpoints", ("checkpoint", "step", "standing", "complete", "written", "size"), rows)
+        standing += "" if each.complete else ", not complete"
+        standing += ", kept" if each.pinned else ""
+        rows.append((each.path + whose, standing, size(each.bytes), moment(each.time)))
+    yield _table("Checkpoints", ("checkpoint", "standing", "size", "written"), rows)
     rows = []
     for one in report.attempts if len(report.attempts) > 1 else ():
         steps = f"{one['first_step']} to {one['last_step']}"
@@ -131,7 +149,9 @@ def _tables(report: RunReport) -> Iterable[Table]:
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    table = Table(title=title, header_style="bold")
+    table = Table(
+        title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
+    )
     for column in columns:
         table.add_column(column, overflow="fold", justify="right" if column in ("step", "number", "rank") else "left")
     for row in rows:
@@ -143,8 +163,10 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]])
 def _show_next_steps(steps: Sequence[NextStep], console: Console) -> None:
     _line(console, "What to do next:", "bold")
     for number, step in enumerate(steps, start=1):
-        _line(console, f"  {number}. {step.text}{f' ({step.why})' if step.why else ''}")
-        _line(console, f"     {step.command}" if step.command else "", "cyan")
+        _line(console, f"{step.text}{f' ({step.why})' if step.why else ''}", begin=f"  {number}. ")
+        if step.command:
+            # Not wrapped: it is to be copied.
+            console.print(Text(f"     {printable(step.command)}", style="cyan"), soft_wrap=True)
 
 
 # ---- as Markdown, in at most 60 lines ----
@@ -159,7 +181,7 @@ def briefing_of(report: RunReport) -> str:
 
 def _briefing(report: RunReport) -> Iterable[str]:
     yield "<!-- self_healing: what to know to decide what to do next -->"
-    yield f"# Run {report.run}: {headline(report)}"
+    yield f"# Run {report.run}: {in_short(report)}"
     yield ""
     yield f"{report.state.told} Read {moment(report.made)}."
     if report.verdict is not None:
@@ -209,7 +231,7 @@ def _briefly_incidents(incidents: Sequence[IncidentStory]) -> Iterable[str]:
 def _what_is_left(report: RunReport) -> Iterable[str]:
     for budget in report.budgets:
         yield f"- {budget.name}: {budget.left:g} of {budget.limit:g} left (`{budget.setting}`)"
-    yield from map(_briefly_checkpoint, report.checkpoints[:_CHECKPOINTS])
+    yield from (_briefly_checkpoint(*each) for each in report.listed()[:_CHECKPOINTS])
     if not report.checkpoints:
         yield "- no checkpoint"
     if report.quarantine:
@@ -224,8 +246,8 @@ def _what_is_left(report: RunReport) -> Iterable[str]:
     yield from (f"- {remark}" for remark in report.remarks[:3])
 
 
-def _briefly_checkpoint(checkpoint: Checkpoint) -> str:
-    notes = [checkpoint.standing]
+def _briefly_checkpoint(checkpoint: Checkpoint, standing: str) -> str:
+    notes = [standing]
     notes += [] if checkpoint.complete else ["not complete"]
     notes += ["emergency"] if checkpoint.emergency else []
     notes += [] if checkpoint.of_this_run else ["of another run"]

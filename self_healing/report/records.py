@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -218,6 +218,24 @@ class RunReport:
     def seconds_lost(self) -> float:
         return float(sum(incident.seconds_lost for incident in self.incidents))
 
+    def listed(self) -> list[tuple[Checkpoint, str]]:
+        """The checkpoints to show, newest first, each with its standing in words; one that is kept as well is one."""
+        calm = self.state.name in ("running", "ended") and not any(
+            incident.outcome in ("unresolved", "fatal", "open") for incident in self.incidents
+        )
+        found: dict[Any, tuple[Checkpoint, str]] = {}
+        for each in self.checkpoints:
+            words = each.standing
+            if calm and words == "unverified" and each.of_this_run:
+                words = "not yet confirmed" if found else "newest, not yet confirmed"
+            same = (each.run, each.time, each.standing) if each.time is not None else each.path
+            if same in found:
+                first, words = found[same]
+                # The one among the Trainer's own is the one that people look for.
+                each = replace(min(first, each, key=lambda one: one.pinned), pinned=True)
+            found[same] = each, words
+        return list(found.values())
+
     def to_dict(self, series: bool = True) -> Entry:
         """Returns all of it as strict JSON; `series`, which can be drawn, is most of its size."""
         content: Entry = jsonable(asdict(self))
@@ -322,7 +340,7 @@ def goodput_line(goodput: Goodput) -> str:
     )
 
 
-def headline(report: RunReport) -> str:
+def in_short(report: RunReport) -> str:
     """State and incidents, in a line."""
     of = "" if report.state.max_steps is None else f" of {report.state.max_steps:,}"
     cost = f", {report.lost.removesuffix(' lost')} and {duration(report.seconds_lost)} lost"

@@ -67,6 +67,7 @@ EACH_KIND = (
     incident(
         *(163, "divergence", F.DIVERGENCE, Cause.WEIGHTS),
         *(A.HOLD_CHECKPOINTS, A.ROLL_BACK, A.SKIP_STEP, A.REDUCE_LEARNING_RATE),
+        changes={"reduce_learning_rate": [1.0, 0.00092]},
         steps_lost=12,
         seconds_lost=65.0,
     ),
@@ -83,6 +84,7 @@ EACH_KIND = (
     incident(240, "rule:kl_high", F.RED_FLAG, "kl high", outcome="reported", severity="warning"),
     incident(
         *(250, "out_of_memory", F.OUT_OF_MEMORY, "out of device memory in backward", A.FREE_MEMORY, A.SPLIT_BATCH),
+        changes={"split_batch": [4, 2]},
         seconds_lost=0.9,
     ),
     incident(

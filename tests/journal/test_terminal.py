@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from tqdm import tqdm
 
-from self_healing import FAILURE_RECIPES, Action, FailureType, HealingConfig, Incident
+from self_healing import FAILURE_RECIPES, Action, FailureType, HealingConfig, HealingReport, Incident
 from self_healing.journal.incident import _DONE, headline
 from self_healing.journal.journal import Journal
 from self_healing.journal.terminal import Terminal, announce
@@ -95,6 +95,25 @@ def test_step_and_cost_stay_whole_where_there_is_no_room_for_the_rest() -> None:
     assert len(line) == 85
     assert line.startswith("step 12345: loss diverged, xx")
     assert line.endswith("...; 10 steps lost, 5 repeated")
+
+
+def test_what_was_done_is_told_with_the_numbers_that_it_changed(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, HealingConfig(), "a-run")
+    slower = journal.open(163, "divergence", {})
+    journal.acted(slower, "roll_back")
+    journal.acted(slower, "skip_step", skipped=True)
+    journal.acted(slower, "reduce_learning_rate", **{"from": 1.0, "learning_rate": 0.03})
+    journal.acted(slower, "reduce_learning_rate", **{"from": 0.03, "learning_rate": 0.00092})
+    assert headline(slower) == "step 163: loss diverged -> rolled back, LR 1 -> 0.00092; 0 steps lost"
+
+    smaller = journal.open(7, "out_of_memory", {})
+    journal.acted(smaller, "split_batch", did_not_fit=[5, 64], at_a_time=2)
+    journal.acted(smaller, "reduce_batch_size", rows_before=8, rows=4)
+    assert "-> split 5 rows -> 2 + 2 + 1, batch 8 -> 4;" in headline(smaller)
+
+    # The same is read from the journal.
+    read = [headline(Incident.from_dict(each)) for each in HealingReport.from_run_dir(tmp_path).incidents]
+    assert read == [headline(slower), headline(smaller)]
 
 
 def test_a_cause_can_neither_break_the_line_nor_steer_the_terminal() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,88 @@ def test_texts_of_a_run_are_no_markup_steer_no_terminal_and_can_be_encoded(ended
     assert "[b]c[/b]" in printed
     assert "\x1b" not in printed
     assert "r?sum\u00e9" in page
+
+
+# ---- in a terminal ----
+
+
+def shown(directory: Path, columns: int) -> list[str]:
+    """The lines of the report in a terminal of some width."""
+    console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None, highlight=False)
+    show(read_run(directory), HealingReport.from_run_dir(directory), console)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
+
+
+def place_of(lines: list[str], begin: str) -> int:
+    return next(number for number, line in enumerate(lines) if line.startswith(begin))
+
+
+def test_the_verdict_comes_first_then_what_to_do_then_what_happened(ended: MadeUpDirectory) -> None:
+    ended.incident(1, 7, ["quarantine_rows", "drop_rows"], "resolved")
+    ended.checkpoint(90)
+    lines = shown(ended.path, 80)
+    begins = (
+        "Verdict: Good: what was found was healed.",
+        "The run ended at step 100",
+        "What to do next:",
+        "1 incident,",
+    )
+    places = [place_of(lines, begin) for begin in (*begins, "  healed: step 7", "Checkpoints")]
+    assert places[0] == 0
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_lines_are_wrapped_between_words_and_what_is_copied_is_left_whole(
+    ended: MadeUpDirectory, columns: int
+) -> None:
+    ended.incident(1, 7, ["use_reexecuted_step", "quarantine_rows", "drop_rows"], "unresolved")
+    ended.checkpoint(90)
+    lines = shown(ended.path, columns)
+    commands = [line for line in lines if "self-healing replay" in line or str(ended.path) in line]
+    assert [line for line in lines if len(line) > columns and line not in commands] == []
+    _, printed, _ = in_all_forms(ended.path)
+    told = " ".join(printed.partition("Checkpoints")[0].split())
+    assert " ".join(" ".join(lines).partition("Checkpoints")[0].split()) == told
+
+
+def test_a_program_gets_each_incident_in_one_line(ended: MadeUpDirectory) -> None:
+    ended.incident(1, 7, ["use_reexecuted_step", "quarantine_rows", "drop_rows"], "resolved")
+    _, printed, _ = in_all_forms(ended.path)
+    line = "  healed: step 7: NaN/Inf in loss, poison rows on rank 1 -> computed again, quarantined, dropped; "
+    assert f"\n{line}0 steps lost, 1.5 s\n" in printed
+
+
+def test_a_checkpoint_is_listed_once_and_the_newest_of_a_healthy_run_is_not_yet_confirmed(
+    ended: MadeUpDirectory,
+) -> None:
+    for step, standing in ((80, "verified"), (90, "unverified"), (100, "unverified")):
+        path = ended.checkpoint(step, standing=standing)
+        shutil.copytree(path, ended.path / "last-known-good" / path.name)
+    report, printed, page = in_all_forms(ended.path)
+    assert len(report.checkpoints) == 6
+    assert [(each.path, words) for each, words in report.listed()] == [
+        ("checkpoint-100", "newest, not yet confirmed"),
+        ("checkpoint-90", "not yet confirmed"),
+        ("checkpoint-80", "verified"),
+    ]
+    for text in (printed, page, briefing_of(report)):
+        assert "newest, not yet confirmed" in text
+        assert "unverified" not in text
+        assert "last-known-good/" not in text
+
+
+def test_after_a_run_that_was_not_healed_a_checkpoint_is_unverified(ended: MadeUpDirectory) -> None:
+    ended.checkpoint(100, standing="unverified")
+    ended.incident(1, 7, ["skip_step"], "unresolved")
+    assert [words for _, words in read_run(ended.path).listed()] == ["unverified"]
+
+
+def test_of_many_incidents_the_newest_are_told(ended: MadeUpDirectory) -> None:
+    for number in range(1, 31):
+        ended.incident(number, number, ["use_reexecuted_step"], "resolved")
+    lines = shown(ended.path, 120)
+    assert "The newest of them; --json has 10 more." in lines
+    assert [line.split(":")[1] for line in lines if line.startswith("  healed:")] == [
+        f" step {number}" for number in range(11, 31)
+    ]

@@ -227,13 +227,13 @@ def _checkpoints(report: RunReport, anchors: Mapping[str, str]) -> Entry:
         (
             _code(each.path),
             each.step,
-            _cell(each.standing, _STANDINGS.get(each.standing, "calm")),
+            _cell(standing, _STANDINGS.get(each.standing, "calm")),
             _remarks_on(each),
             "" if each.bytes is None else size(each.bytes),
             _when(each.time),
             _incident_cell(each.incident, anchors),
         )
-        for each in report.checkpoints
+        for each, standing in report.listed()
     ]
     lead = "Newest first, as their markers say; verified means that healthy steps followed."
     columns = "checkpoint | #step | standing | remarks | #size | written | incident"
