@@ -392,6 +392,7 @@ def report_of(run: Run) -> HealingReport:
         attempts=run.part(Attempts).entries,
         last_good_step=None if applied is None else applied.step + 1,
         zclip_total_clips=0 if numerics.clipping is None else numerics.clipping.total,
+        verdict=run.verdict,
     )
 
 

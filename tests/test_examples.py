@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import TEXTS, journal, tiny_model
+from screens import NOTEBOOK, cells_of, outputs_of, run_cells
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -86,7 +87,24 @@ def test_every_example_is_run() -> None:
 
 def test_every_example_has_its_line() -> None:
     listed = re.findall(r"^\| \[(.*?)\]\((.*?)\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == [(path.name, path.name) for path in sorted(EXAMPLES.glob("*.py"))]
+    files = sorted([*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.ipynb")])
+    assert sorted(listed) == [(path.name, path.name) for path in files]
+
+
+def test_the_notebook_runs_and_shows_what_is_kept_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    cells = cells_of(NOTEBOOK)
+    shown = [outputs_of(value, str(tmp_path)) for value in run_cells(cells)]
+    incidents = [event["failure"] for event in journal(tmp_path / "outputs" / "notebook", "outcome")]
+    assert incidents == ["nonfinite_transient", "nonfinite_poison_rows", "network"]
+    assert sum(map(bool, shown)) == 3
+    assert in_every_run(shown) == in_every_run([cell.get("outputs", []) for cell in cells])
+
+
+def in_every_run(outputs: list[Any]) -> str:
+    """What a notebook shows, without times and measured numbers."""
+    return re.sub(r"\d[\d.:-]*", "0", re.sub(r", [\d.]+ s\b", "", json.dumps(outputs)))
 
 
 # ---- each as a user runs it, with the tiny model ----

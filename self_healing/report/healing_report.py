@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..failures.recipes import Action
-from ..journal.incident import HEALED, IN_DOUBT, Incident, done_by, lost_steps
+from ..journal.incident import BECAME, HEALED, IN_DOUBT, Incident, done_by, headline, lost_steps
 from ..run.status import RunState, RunStatus
 from .journals import Journals, incident_of, read_journals, read_postmortem, status_in, told_once
-from .records import printable, sentence, spoken
+from .records import VERDICTS, printable, render, sentence, spoken
 
 
 logger = logging.getLogger("self_healing")
@@ -52,6 +52,8 @@ class HealingReport:
             The newest optimizer step that was found fit and applied.
         zclip_total_clips (`int`, *optional*):
             Steps that adaptive clipping has clipped in this process; `None` of a run that is read from the disk.
+        verdict (`str`, *optional*):
+            On the weights of a run that has ended in this process; [`RunReport`] has that of any run.
     """
 
     incidents: list[dict[str, Any]] = field(default_factory=list)
@@ -63,6 +65,7 @@ class HealingReport:
     attempts: int = 0
     last_good_step: int | None = None
     zclip_total_clips: int | None = None
+    verdict: str = ""
 
     def __getitem__(self, key: str) -> Any:
         """Gives any of its values by name, as `report["steps_lost"]`."""
@@ -235,6 +238,20 @@ class HealingReport:
             return ""
         verdict = sentence(told["verdict"])
         return f"The run ended at step {told['step']}: {verdict} What to do: {told['what_to_do']}"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        told = map(Incident.from_dict, self.incidents)
+        return render(
+            "notebook.html",
+            tone=VERDICTS.get(self.verdict.partition(":")[0].lower(), "calm"),
+            verdict=self.verdict,
+            told="" if self.status is None else str(self.status),
+            next_steps=(),
+            incidents=[(BECAME[each.outcome], headline(each)) for each in told],
+            checkpoints=(),
+            remarks=[text for text in (self.ending, self.rate) if text],
+        )
 
     def __rich__(self) -> Table:
         return self.table()

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from ..journal.incident import BECAME, lost_steps
 from ..journal.incident import counted as counted
-from ..journal.incident import lost_steps
 from ..journal.step_log import StepRow
 from ..system.files import jsonable
 
@@ -24,6 +24,8 @@ from ..system.files import jsonable
 # Named in every JSON file and output; the number goes up when a key is renamed, removed, or means something else.
 SCHEMA = "self_healing.report/1"
 
+# The tones of verdicts, which are classes of the page.
+VERDICTS = {"good": "good", "look first": "warn", "do not use": "bad"}
 # Of a value of the journal in one line.
 _LONGEST = 600
 
@@ -61,6 +63,7 @@ class IncidentStory:
     steps_repeated: int = 0
     seconds_lost: float = 0.0
     title: str = ""
+    line: str = ""
     text: str = ""
     diagnosis: str = ""
     advice: str = ""
@@ -236,6 +239,19 @@ class RunReport:
             found[same] = each, words
         return list(found.values())
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        return render(
+            "notebook.html",
+            tone="" if self.verdict is None else VERDICTS[self.verdict.name],
+            verdict=self.verdict,
+            told=self.state.told,
+            next_steps=self.next_steps,
+            incidents=[(BECAME[each.outcome], each.line) for each in self.incidents],
+            checkpoints=self.listed(),
+            remarks=self.remarks,
+        )
+
     def to_dict(self, series: bool = True) -> Entry:
         """Returns all of it as strict JSON; `series`, which can be drawn, is most of its size."""
         content: Entry = jsonable(asdict(self))
@@ -243,6 +259,19 @@ class RunReport:
             del content["series"]
         content |= {"steps_lost": self.steps_lost, "steps_repeated": self.steps_repeated}
         return {"schema": SCHEMA, **content, "seconds_lost": round(self.seconds_lost, 3)}
+
+
+def render(template: str, **values: Any) -> str:
+    """Fills in a template of the page; what comes from a run is escaped."""
+    # Which takes longer than to read a run.
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("self_healing.report", "page")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    # Parts of file names that no encoding has.
+    return environment.get_template(template).render(**values).encode("utf-8", errors="replace").decode("utf-8")
 
 
 # ---- in words ----

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..failures.recipes import FAILURE_RECIPES, FailureType
-from ..journal.incident import BECAME, Incident, counted, describe, figures
+from ..journal.incident import BECAME, Incident, counted, describe, figures, headline
 from .journals import Event, incident_of, told_once
 from .records import Entry, IncidentStory, capital, plain, spoken
 
@@ -82,6 +82,7 @@ def _tell(names: Sequence[str], lines: Sequence[Event], places: Places, rows: Se
         failure=None if incident.failure is None else incident.failure.value,
         severity="error" if incident.outcome == "fatal" else incident.shown_severity,
         title=symptom if incident.cause in ("unknown", symptom) else f"{symptom}: {incident.cause}",
+        line=headline(incident),
         text=describe(incident),
         diagnosis=str(incident.evidence.get("diagnosis") or ("" if recipe is None else recipe.diagnosis)),
         advice=str(incident.evidence.get("remedy") or (recipe.advice if recipe is not None and unhealed else "")),

@@ -21,12 +21,12 @@ from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from ...journal.incident import BECAME, counted
 from ...system.files import replace_file
 from ..records import (
+    VERDICTS,
     Entry,
     Goodput,
     IncidentStory,
@@ -38,6 +38,7 @@ from ..records import (
     moment,
     percent,
     plain,
+    render,
     short_duration,
     spoken,
 )
@@ -56,7 +57,6 @@ _STATES = {
     "died": ("bad", "The run died"),
     "unknown": ("calm", "Whether the run is still going is not known"),
 }
-_VERDICTS = {"good": "good", "look first": "warn", "do not use": "bad"}
 _COLOURS = {"good": "%2315803d", "bad": "%23b91c1c", "warn": "%23a84b05", "busy": "%231d4ed8", "calm": "%235b6473"}
 _ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
@@ -108,8 +108,8 @@ def page_of(report: RunReport) -> str:
     top = _top(report)
     more = len(tellings) - len(stories)
     name = Path(report.output_dir).name or report.run
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page = environment.from_string(_text("page.html")).render(
+    return render(
+        "page.html",
         policy=_policy(uplot, script, style),
         title=f"{top['title']}: {name}",
         icon=_ICON.format(_COLOURS[top["tone"]]),
@@ -137,8 +137,6 @@ def page_of(report: RunReport) -> str:
         tables=tables,
         drawn={"range": (first, last), "charts": charts, "marks": _marks(stories)},
     )
-    # Parts of file names that no encoding has.
-    return page.encode("utf-8", errors="replace").decode("utf-8")
 
 
 # ---- the template ----
@@ -176,7 +174,7 @@ def _top(report: RunReport) -> Entry:
     state = report.state
     tone, title = _STATES.get(state.name, _STATES["unknown"])
     if state.name == "ended" and report.verdict is not None:
-        tone = _VERDICTS[report.verdict.name]
+        tone = VERDICTS[report.verdict.name]
     share = min(state.step / state.max_steps, 1.0) if state.max_steps else None
     return {
         "tone": tone,
