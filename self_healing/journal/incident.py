@@ -369,18 +369,18 @@ def done_by(incident: Incident) -> str:
     if Action.ROLL_BACK in done:
         # The step in hand is one of those that are lost.
         done.pop(Action.SKIP_STEP, None)
-    told = [action for action in done if action not in _ON_THE_WAY] or done
-    return ", ".join(_did(action, incident.changes.get(action)) for action in told) or "only reported"
-
-
-def _did(action: str, change: Sequence[float] | None) -> str:
-    if change is None:
-        return _DONE.get(action, action.replace("_", " "))
-    before, after = change
-    if action != Action.SPLIT_BATCH:
-        return f"{'batch' if action == Action.REDUCE_BATCH_SIZE else 'LR'} {before:.3g} -> {after:.3g}"
-    pieces = [after] * int(before // after) + [before % after] * bool(before % after)
-    return f"split {before} rows -> " + (" + ".join(map(str, pieces)) if len(pieces) <= 4 else f"{after} at a time")
+    told = []
+    for action in [action for action in done if action not in _ON_THE_WAY] or done:
+        words = _DONE.get(action, action.replace("_", " "))
+        if action in incident.changes:
+            before, after = incident.changes[action]
+            words = f"{'batch' if action == Action.REDUCE_BATCH_SIZE else 'LR'} {before:.3g} -> {after:.3g}"
+            if action == Action.SPLIT_BATCH:
+                pieces = [after] * int(before // after) + [before % after] * bool(before % after)
+                shown = " + ".join(map(str, pieces)) if len(pieces) <= 4 else f"{after} at a time"
+                words = f"split {before} rows -> {shown}"
+        told.append(words)
+    return ", ".join(told) or "only reported"
 
 
 def _cost(incident: Incident) -> str:

@@ -21,7 +21,6 @@ from ..system.files import BRIEFING_FILE, REPORT_FILE, is_foreign_report, replac
 from .healing_report import HealingReport
 from .reading import read_run
 from .records import (
-    Checkpoint,
     Entry,
     IncidentStory,
     NextStep,
@@ -231,7 +230,10 @@ def _briefly_incidents(incidents: Sequence[IncidentStory]) -> Iterable[str]:
 def _what_is_left(report: RunReport) -> Iterable[str]:
     for budget in report.budgets:
         yield f"- {budget.name}: {budget.left:g} of {budget.limit:g} left (`{budget.setting}`)"
-    yield from (_briefly_checkpoint(*each) for each in report.listed()[:_CHECKPOINTS])
+    for checkpoint, standing in report.listed()[:_CHECKPOINTS]:
+        notes = [standing] + ["not complete"] * (not checkpoint.complete) + ["emergency"] * checkpoint.emergency
+        notes += [] if checkpoint.of_this_run else ["of another run"]
+        yield f"- checkpoint {checkpoint.path}: step {checkpoint.step}, {', '.join(notes)}"
     if not report.checkpoints:
         yield "- no checkpoint"
     if report.quarantine:
@@ -244,14 +246,6 @@ def _what_is_left(report: RunReport) -> Iterable[str]:
         yield f"- rank {rank['rank']} ended at step {rank['step']}: {rank['error']}"
     yield from _newest_numbers(report.series["kept"])
     yield from (f"- {remark}" for remark in report.remarks[:3])
-
-
-def _briefly_checkpoint(checkpoint: Checkpoint, standing: str) -> str:
-    notes = [standing]
-    notes += [] if checkpoint.complete else ["not complete"]
-    notes += ["emergency"] if checkpoint.emergency else []
-    notes += [] if checkpoint.of_this_run else ["of another run"]
-    return f"- checkpoint {checkpoint.path}: step {checkpoint.step}, {', '.join(notes)}"
 
 
 def _newest_numbers(kept: Entry) -> Iterable[str]:
