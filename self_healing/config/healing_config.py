@@ -210,8 +210,8 @@ class HealingConfig:
     )
     on_bad_sample: Annotated[Literal["quarantine", "raise"], Setting("data")] = setting(
         "quarantine",
-        "A sample that raises twice while it is loaded or collated, or is empty: `quarantine` writes it to "
-        "quarantine.jsonl and uses another one in its place, `raise` raises the error and names it.",
+        "A sample that raises twice while it is loaded or collated: `quarantine` writes it to quarantine.jsonl and "
+        "uses another one in its place, `raise` raises the error and names it.",
     )
     max_bad_fraction: Annotated[float, Setting("data", above=0, at_most=1)] = setting(
         0.1,

@@ -558,7 +558,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     ),
     FailureType.BAD_DATA: Recipe(
         diagnosis="A sample cannot be used: it raises while it is loaded or collated, in the model or for a reward "
-        "function, it is empty, or all of its labels are masked.",
+        "function.",
         ladder=(
             Action.RETRY_CALL,
             Action.QUARANTINE_SAMPLE,

@@ -128,7 +128,8 @@ class Incident:
     def did(self, action: str, result: Mapping[str, Any]) -> None:
         """Takes up an action that was carried out, with its result."""
         self.actions.append(action)
-        before, after = (result.get(key) for key in _CHANGED.get(action, ("", "")))
+        was, became = _CHANGED.get(action, ("", ""))
+        before, after = result.get(was), result.get(became)
         before = before[0] if isinstance(before, list) else before
         if isinstance(before, int | float) and isinstance(after, int | float):
             self.changes[action] = [self.changes.get(action, [before])[0], after]

@@ -11,6 +11,7 @@ import json
 import logging
 import shlex
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -234,7 +235,8 @@ class Journal:
         """Raises an alert about an optimizer step with the trackers that have them."""
         if self.rank == 0:
             for name, raise_alert in (("trackio", to_trackio), ("wandb", to_wandb)):
-                self._contained(name, partial(raise_alert, title, text, severity, step))
+                if name in sys.modules:
+                    self._contained(name, partial(raise_alert, title, text, severity, step))
 
     def ended(
         self, step: int, failure: FailureType, error: BaseException | None, resume_with: str | None = None
