@@ -65,7 +65,8 @@ def read_journals(place: str | Path) -> Journals:
             ranks[rank_in(other)] = other
             with suppress(OSError, ValueError):
                 more, torn_there = _read_events(other)
-                events, torn = events + more, torn + torn_there
+                events += more
+                torn += torn_there
     if len(ranks) > 1:
         events.sort(key=lambda event: event.get("time", 0.0))
     damage = ""

@@ -26,7 +26,7 @@ from ..system.files import (
 )
 from .advice import next_steps
 from .healing_report import HealingReport
-from .journals import Journals, lines_of_incidents, read_journals, read_postmortem, status_in
+from .journals import Event, Journals, lines_of_incidents, read_journals, read_postmortem, status_in
 from .records import Checkpoint, Entry, RunReport, State, no_series
 from .steps import budgets, goodput, read_steps, series_of, steps_missing
 from .stories import Places, tell_incidents, tell_notices
@@ -196,12 +196,14 @@ class _Reader:
 
     def _ranks(self) -> list[Entry]:
         """What each process of a distributed job has written; empty where there is one."""
-        found = [self._rank(rank, path) for rank, path in sorted(self.journals.ranks.items())]
+        own = {rank: list[Event]() for rank in self.journals.ranks}
+        for event in self.events:
+            own.setdefault(event.get("rank", 0), []).append(event)
+        found = [self._rank(rank, path, own[rank]) for rank, path in sorted(self.journals.ranks.items())]
         of_it = [each for each in found if each["seen"] is not None or each["error"] is not None]
         return of_it if any(each["rank"] > 0 for each in of_it) else []
 
-    def _rank(self, rank: int, journal: Path) -> Entry:
-        own = [event for event in self.events if event.get("rank", 0) == rank]
+    def _rank(self, rank: int, journal: Path, own: list[Event]) -> Entry:
         postmortem = read_postmortem(self.directory, self.run, rank)
         error = None if postmortem is None else postmortem.get("error")
         return {

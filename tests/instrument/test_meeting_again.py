@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import current_thread
 from typing import Any
 
 import pytest
@@ -34,3 +36,35 @@ def test_ranks_that_are_started_again_meet_each_other_and_none_of_those_before_t
         early.result(0.5)
     late = meeting.come(0)
     assert early.result(60) == late.result(60) != first
+
+
+class CountedStore:
+    """Counts the bytes that each thread reads."""
+
+    def __init__(self) -> None:
+        self._store, self.read = HASH_STORE(), Counter[str]()
+
+    def get(self, key: str) -> bytes:
+        content: bytes = self._store.get(key)
+        self.read[current_thread().name] += len(content)
+        return content
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_what_a_rank_reads_to_meet_the_others_does_not_grow_with_their_number() -> None:
+    def most_read(ranks: int) -> int:
+        store = CountedStore()
+
+        def come(rank: int) -> None:
+            current_thread().name = f"{rank}"
+            _meet(store, "here", {"nan_patience": 3}, 60.0, rank, ranks)
+
+        with ThreadPoolExecutor(ranks) as threads:
+            list(threads.map(come, range(ranks)))
+        # The first one compares what all have answered.
+        return max(read for rank, read in store.read.items() if rank != "0")
+
+    # One that has been asked late reads the name of the call as often as it looks.
+    assert most_read(64) < most_read(2) + 1_000

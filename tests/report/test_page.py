@@ -116,6 +116,14 @@ def test_the_state_and_what_to_do_come_first() -> None:
 # ---- long runs ----
 
 
+def test_a_reward_that_was_logged_in_each_of_a_million_steps_has_no_more_points_than_the_steps_have() -> None:
+    report, steps = made_up_report(), range(1, 1_000_001)
+    report.series["logged"]["reward"] = {"step": steps, "value": [0.5] * len(steps)}
+    (line,) = next(chart["lines"] for chart in Parsed(page_of(report)).drawn["charts"] if chart["name"] == "reward")
+    assert line["label"] == "reward, one log in 123"
+    assert (len(line["steps"]), line["steps"][-1]) == (8_131, 999_999)
+
+
 def test_of_too_many_incidents_the_worst_are_told() -> None:
     incidents = [made_up_incident(number, number, "fatal" if number == 2 else "resolved") for number in range(1, 401)]
     page = Parsed(page_of(replace(made_up_report(), incidents=incidents)))

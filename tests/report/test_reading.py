@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -194,6 +196,23 @@ def test_an_incident_that_all_ranks_see_is_one(made_up: MadeUpDirectory) -> None
     summary = HealingReport.from_run_dir(made_up.path)
     assert [each["incident"] for each in summary.incidents] == ["run-001", "run-002.rank1", "run-002"]
     assert [each["step"] for each in summary.incidents] == [7, 9, 20]
+
+
+def test_a_report_does_as_much_for_each_rank_of_many_as_of_few(tmp_path: Path) -> None:
+    def calls_for(ranks: int) -> int:
+        made_up, calls = MadeUpDirectory(tmp_path / f"{ranks}"), Counter[str]()
+        for rank in range(ranks):
+            made_up.started(rank=rank)
+            made_up.incident(1, 7, ["skip_step"], "resolved", rank)
+        sys.setprofile(lambda frame, event, argument: calls.update([event]))
+        try:
+            read_run(made_up.path, charts=False)
+        finally:
+            sys.setprofile(None)
+        return calls["call"] + calls["c_call"]
+
+    few, more, many = (calls_for(ranks) for ranks in (16, 32, 256))
+    assert (many - more) / 224 < 1.1 * (more - few) / 16
 
 
 # ---- several runs ----

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from ...journal.step_log import ROWS
 from ..records import Checkpoint, Entry, RunReport, digits, moment, plain, short_duration, size, spoken
 
 
@@ -125,7 +126,10 @@ def _undone(discarded: Sequence[Entry], column: str) -> Entry:
 def _logged(label: str, kind: str, metric: Entry | None) -> Entry:
     # Logged after the step that incidents count as not yet finished; of a step that is logged twice the last counts.
     pairs = () if metric is None else _pairs(metric["step"], metric["value"])
-    return _by_step(label, kind, {max(step - 1, 0): value for step, value in pairs})
+    values = {max(step - 1, 0): value for step, value in pairs}
+    # However long the run was: as many points as there are of its steps, the newest among them.
+    every = len(values) // ROWS + 1
+    return _by_step(f"{label}, one log in {every}" if every > 1 else label, kind, dict([*values.items()][::-every]))
 
 
 def _by_step(label: str, kind: str, values: Mapping[int, float | None]) -> Entry:
