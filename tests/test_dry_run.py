@@ -272,6 +272,7 @@ def test_and_before_it_raises_for_want_of_it(tmp_path: Path, tokenizer: Any, cap
     (note,) = caught.value.__notes__
     assert note.startswith("self_healing: raised in step 1 of 1 of a dry run; the trainer is as it was before it.")
     assert "Known error reward_arguments:" in note
+    assert note.endswith("the columns of the data are prompt.")
 
 
 def test_logits_that_do_not_fit_are_reckoned(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,3 +294,53 @@ def test_a_look_that_fails_is_no_matter_of_the_run(tmp_path: Path, tokenizer: An
     report = SelfHealingTrainer(trainer).dry_run(1)
     assert (report.steps, report.rows) == (1, [])
     assert report.batch
+
+
+class Queue(torch.utils.data.IterableDataset[dict[str, Any]]):
+    """Rows that are gone once they are read."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        while self.rows:
+            yield self.rows.pop(0)
+
+
+def queue_trainer(output_dir: Path, tokenizer: Any, rows: int) -> Any:
+    trainer = plain_trainer(output_dir, tokenizer, accelerator_config={"dispatch_batches": False})
+    trainer.train_dataset = Queue([trainer.train_dataset[number % 8] for number in range(rows)])
+    return trainer
+
+
+def test_of_a_stream_that_is_read_once_no_more_is_read_than_is_trained_on(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = queue_trainer(tmp_path, tokenizer, 200)
+    report = SelfHealingTrainer(trainer).dry_run(2)
+    assert report.steps == 2
+    assert len(trainer.train_dataset.rows) > 150
+    assert "the rows that these steps read are gone" in "".join(report.advice)
+
+
+def test_a_run_of_no_step_is_not_finite(tmp_path: Path, tokenizer: Any) -> None:
+    report = SelfHealingTrainer(queue_trainer(tmp_path, tokenizer, 0)).dry_run(2)
+    assert (report.steps, report.finite) == (0, False)
+    assert "No step was run: the training data gave no batch." in report.advice
+
+
+def sometimes_infinite(completions: list[str], **_: Any) -> list[float]:
+    return [float("inf") if number % 2 else 1.0 for number in range(len(completions))]
+
+
+def test_an_infinite_reward_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    said = advice_of(grpo_trainer(tmp_path, tokenizer, reward_funcs=sometimes_infinite))
+    assert "Reward sometimes_infinite is infinite for some completions" in said
+
+
+def test_without_a_tokenizer_no_rows_are_shown(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = plain_trainer(tmp_path, tokenizer)
+    trainer.processing_class = None
+    report = SelfHealingTrainer(trainer).dry_run(1)
+    assert (report.rows, report.trained_share) == ([], None)
+    assert "could not be looked at" not in caplog.text

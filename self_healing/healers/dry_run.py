@@ -127,7 +127,7 @@ class DryRunReport:
     def __str__(self) -> str:
         losses = ", ".join(f"{loss:.4g}" for loss in self.losses)
         lines = [f"{counted(self.steps, 'step')}, {self.seconds_per_step:.2f} s each; loss {losses}", self.batch]
-        lines += [] if self.logits_bytes is None else [f"logits: up to {self.logits_bytes / 1e9:.2f} GB"]
+        lines += [] if self.logits_bytes is None else [f"logits: up to {self.logits_bytes / 1e6:,.1f} MB"]
         lines += [str(given) for given in self.rewards]
         if self.trained_share is not None:
             lines.append(f"{100 * self.trained_share:.0f} % of the tokens are trained, those in [[ ]]:")
@@ -136,9 +136,8 @@ class DryRunReport:
 
     @property
     def finite(self) -> bool:
-        """Whether every loss and gradient norm was a finite number."""
-        values = torch.tensor([*self.losses, *self.grad_norms])
-        return bool(torch.isfinite(values).all())
+        """Whether steps were run, and every loss and gradient norm was a finite number."""
+        return self.steps > 0 and all(map(math.isfinite, (*self.losses, *self.grad_norms)))
 
 
 class _Clock(TrainerCallback):
@@ -181,6 +180,7 @@ def dry_run(trainer: Trainer, num_steps: int = 2, rules_file: str | None = None)
     look = _Look(trainer, report, rules_file)
     # At once: a reward function that lacks a column raises in the first step.
     look.advise("reward functions", look.lacking_columns)
+    look.advise("training data", look.stream_read_once)
     device = trainer.accelerator.device
     on_device = torch.get_device_module(device) if device.type != "cpu" else None
     with tempfile.TemporaryDirectory() as scratch, preserved(trainer):
@@ -194,7 +194,7 @@ def dry_run(trainer: Trainer, num_steps: int = 2, rules_file: str | None = None)
                 trainer.train()
         except Exception as error:
             with contained(logger, "What is known of the error could not be added to it."):
-                _note(error, trainer, len(clock.times) + 1, num_steps)
+                _note(error, trainer, len(clock.times) + 1, num_steps, report.advice)
             raise
         report.peak_memory_bytes = None if on_device is None else int(on_device.max_memory_allocated())
         history = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -209,13 +209,13 @@ def dry_run(trainer: Trainer, num_steps: int = 2, rules_file: str | None = None)
     return report
 
 
-def _note(error: Exception, trainer: Trainer, step: int, num_steps: int) -> None:
+def _note(error: Exception, trainer: Trainer, step: int, num_steps: int, advice: list[str]) -> None:
     """Adds to an exception where the dry run was, and what is known of it, as a postmortem has it."""
     known = match_known_error(error, trained=what_is_trained(trainer, error))
     text = f"self_healing: raised in step {step} of {num_steps} of a dry run; the trainer is as it was before it."
     if known is not None:
         text += f" Known error {known.name}: {known.cause} What to do: {known.fix}"
-    add_note(error, text)
+    add_note(error, " ".join([text, *advice]))
 
 
 # ---- advice: what a person would look at before a long run ----
@@ -260,6 +260,8 @@ class _Look:
         epoch, steps = self._trainer.state.epoch, int(self._args.max_steps)
         if steps <= 0:
             steps = math.ceil(num_steps / (epoch or math.inf) * self._args.num_train_epochs)
+        if not self._trainer.state.global_step:
+            self.advise("steps", lambda: iter(["No step was run: the training data gave no batch."]))
         self.advise("rewards", self._rewards)
         self.advise("logits", self._memory)
         self.advise("settings", lambda: self._settings(steps))
@@ -269,7 +271,8 @@ class _Look:
 
     def at_batch(self, batch: Any) -> Any:
         with contained(logger, "The first batch could not be looked at; the dry run goes on."):
-            if (tokens := trained_tokens(batch)) is not None:
+            decodes = hasattr(self._trainer.processing_class, "decode")
+            if decodes and (tokens := trained_tokens(batch)) is not None:
                 ids, trained, present = (each.tolist() for each in tokens)
                 self._report.trained_share = sum(map(sum, trained)) / max(sum(map(sum, present)), 1)
                 # Of pairs the chosen one and the rejected.
@@ -322,7 +325,7 @@ class _Look:
         args, name = self._args, self._objective.name
         rows, ranks, accumulated = args.train_batch_size, args.world_size, args.gradient_accumulation_steps
         total, size = rows * ranks * accumulated, getattr(args, "num_generations", None)
-        groups = f", {total / size:g} prompts x {size} completions" if size else ""
+        groups = f", {counted(int(total / size), 'prompt')} x {size} completions" if size else ""
         self._report.batch = (
             f"{counted(total, 'row')} in an optimizer step: {rows} per device x {accumulated} accumulated x "
             f"{counted(ranks, 'rank')}{groups}"
@@ -368,6 +371,14 @@ class _Look:
                     who = trainer.reward_func_names[at]
                     yield f"Reward {who} asks for {each.name!r} and {gets}: the columns of the data are {there}."
 
+    def stream_read_once(self) -> Iterator[str]:
+        """What a stream that goes on where it was has lost by these steps."""
+        if _keeps_position(self._trainer.train_dataset):
+            yield (
+                "The training data are a stream of torch. If it keeps its own position, the rows that these steps "
+                "read are gone: please make it anew before train()."
+            )
+
     def _rewards(self) -> Iterator[str]:
         completions, rewards = scored_completions(self._trainer)
         remedies = {rule.name: rule.remedy for rule in load_rules()}
@@ -380,7 +391,9 @@ class _Look:
             mean, std = (float(known.mean()), float(known.std(correction=0))) if len(known) else (math.nan, math.nan)
             missing, text = 1 - len(known) / len(given), _text_of(completions[best])
             self._report.rewards.append(RewardGiven(name, mean, std, missing, equal, text, given[best]))
-            if missing == 1:
+            if known.isinf().any():
+                yield f"Reward {name} is infinite for some completions: their group learns nothing, or NaN."
+            elif missing == 1:
                 yield f"Reward {name} is None or NaN for every completion. {remedies['rewards_missing']}"
             elif std == 0:
                 yield f"Reward {name} is {mean:g} for every completion. {remedies['reward_stuck_at_zero']}"
@@ -396,11 +409,16 @@ def _text_of(completion: Any) -> str:
 def _inspected(trainer: Trainer) -> tuple[Inspection | None, Inspection | None]:
     network: Any = trainer.model
     data = None
-    if trainer.train_dataset is not None:
+    if trainer.train_dataset is not None and not _keeps_position(trainer.train_dataset):
         rows, length = trainer.train_dataset, _cut_off_at(trainer.args)
         data = _attempted(trainer, "training data", lambda: check_data_quality(rows, vocabulary_of(network), length))
     model = _attempted(trainer, "model", lambda: check_model_init(network))
     return data, model
+
+
+def _keeps_position(dataset: Any) -> bool:
+    """Whether what is read of a stream may be gone; those of `datasets` begin anew each time."""
+    return isinstance(dataset, torch.utils.data.IterableDataset) and not hasattr(dataset, "take")
 
 
 def _attempted(trainer: Trainer, what: str, look: Callable[[], Inspection]) -> Inspection | None:

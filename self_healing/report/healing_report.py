@@ -253,6 +253,16 @@ class HealingReport:
             remarks=[text for text in (self.ending, self.rate) if text],
         )
 
+    def __str__(self) -> str:
+        """The verdict, the state, and a line for each incident."""
+        told = map(Incident.from_dict, self.incidents)
+        lines = [
+            f"Verdict: {self.verdict}" if self.verdict else "",
+            "" if self.status is None else str(self.status),
+            *(f"{BECAME[each.outcome]}: {headline(each)}" for each in told),
+        ]
+        return "\n".join(filter(None, [*lines, "" if self.incidents else "Nothing had to be healed."]))
+
     def __rich__(self) -> Table:
         return self.table()
 

@@ -140,7 +140,8 @@ def report(
     """
     Show the state of a run, its incidents and what to do next. All of it is read from its files.
 
-    Exit code 0: it ended; 1: it stopped, left or died before its end; 3: it goes on; 4: not known; 2: no report.
+    Exit code 0: it ended, or wrote nothing yet; 1: it stopped, left or died before its end; 3: it goes on;
+    4: not known; 2: no report.
     """
     if as_json and briefing:
         raise _failed("--json and --agent each print all there is to print. Please choose one of them.")

@@ -25,8 +25,20 @@ def test_the_report_of_a_run_begins_with_its_verdict(tmp_path: Path, tokenizer: 
         assert told == sorted(told)
 
 
+def test_printed_it_is_a_line_for_each_incident(tmp_path: Path, tokenizer: Any) -> None:
+    callback = SelfHealingCallback()
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[callback])
+    OutputFault(trainer.model, strike=lambda number: number == 5)
+    trainer.train()
+    verdict, state, incident = str(callback.get_report()).splitlines()
+    assert verdict.startswith("Verdict: Good: ")
+    assert state.startswith("The run ended at step 6 of 6")
+    assert incident.startswith("healed: step 2: NaN/Inf in loss, transient -> computed again;")
+
+
 def test_before_the_first_run_there_is_nothing_to_tell() -> None:
     assert "Nothing had to be healed." in HealingReport()._repr_html_()
+    assert str(HealingReport()) == "Nothing had to be healed."
 
 
 @pytest.mark.parametrize("mark", ["</td><script>alert(1)</script>", "{{ 7 * 7 }}"])
