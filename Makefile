@@ -27,7 +27,7 @@ WORKERS := $(shell $(PYTHON) -c "import os; print(min((os.cpu_count() or 1) + 1,
 # Modules are compiled when they are first imported; all of them at once would take 40 seconds of each environment.
 INSTALL := -m pip install --no-compile
 
-.PHONY: contract contract-whole demo demo-output dist docs examples matrix smoke test test-quick test-slow test-deepspeed test-deepspeed-quick deepspeed-adam test-oldest test-newest test-gpu test-gpu-cases test-gpu-fp32 test-gpu-bf16 bench-gpu gpu-needs gpu-wheels lint
+.PHONY: bench bench-all contract contract-whole demo demo-output dist docs examples matrix smoke test test-quick test-slow test-deepspeed test-deepspeed-quick deepspeed-adam test-oldest test-newest test-gpu test-gpu-cases test-gpu-fp32 test-gpu-bf16 bench-gpu gpu-needs gpu-wheels lint
 
 demo: .venv/.installed
 	.venv/bin/self-healing demo
@@ -93,6 +93,26 @@ test-newest: .venv-newest/.installed
 	.venv-newest/bin/python tests/compatibility.py newest
 
 # Each part writes its result as it goes; what was cut off is gone on with when it is called again.
+# What becomes of a run that faults strike, plain and healed: SFT, one seed, and the page of it.
+bench: .venv/.installed
+	.venv/bin/python -m pip install --quiet ckpt-chaos -c constraints.txt
+	.venv/bin/python benchmarks/survival.py --anew
+	.venv/bin/python benchmarks/kill_points.py --anew
+	.venv/bin/python benchmarks/goodput.py --anew
+	.venv/bin/python benchmarks/page.py
+
+# All trainers, tools, rates and seeds, and what a step costs: hours. Each part goes on where it was left.
+bench-all: .venv/.installed
+	.venv/bin/python benchmarks/survival.py --all
+	.venv/bin/python -m pip install --quiet ckpt-chaos -c constraints.txt
+	.venv/bin/python benchmarks/kill_points.py --all
+	.venv/bin/python benchmarks/goodput.py --all
+	.venv/bin/python benchmarks/growth.py --all
+	.venv/bin/python benchmarks/detectors.py
+	.venv/bin/python benchmarks/overhead.py
+	.venv/bin/python benchmarks/ranks.py
+	.venv/bin/python benchmarks/page.py
+
 bench-gpu: gpu-needs
 	$(GPU_PYTHON) benchmarks/gpu.py run
 

@@ -2,7 +2,7 @@
 How often the detectors cry wolf, and what they catch: on loss curves of real public runs, next to simple alternatives.
 
 ```bash
-python benchmarks/detectors.py          # measures, and writes the tables into docs/detection-figures.md
+python benchmarks/detectors.py          # measures, and writes the tables into docs/benchmarks.md
 python benchmarks/detectors.py --docs   # writes the tables anew from the figures there are
 ```
 
@@ -55,7 +55,7 @@ CURVES = Path(__file__).parent.parent / "tests" / "data" / "curves"
 HELD_OUT = CURVES / "held_out"
 UNSHUFFLED = CURVES / "unshuffled_nanogpt_per_step.csv.gz"
 RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parent.parent / "docs" / "detection-figures.md"
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 TREND_POINTS = 31
 BLOCK = 20
 REFRACTORY = 10
@@ -562,7 +562,7 @@ def measure(steps: int, every: int, seed: int, runs: int) -> dict[str, Any]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table of `docs/detection-figures.md`."""
+    """The table of `docs/benchmarks.md`."""
     names = [fault.name for fault in FAULTS]
     lines = [
         f"| detector | false alarms in {result['ours']['bootstrap_steps']:,} steps | {' | '.join(names)} |",
@@ -640,7 +640,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
     parser.add_argument("--runs", type=int, default=6, help="simulated runs of each kind")
     parser.add_argument("--output", type=Path, default=RESULTS / "detectors.json", help="JSON file")
-    parser.add_argument("--docs", action="store_true", help="only write the tables of docs/detection-figures.md anew")
+    parser.add_argument("--docs", action="store_true", help="only write the tables of docs/benchmarks.md anew")
     options = parser.parse_args()
     if options.docs:
         result = json.loads(options.output.read_text(encoding="utf-8"))

@@ -141,7 +141,7 @@ def test_links_lead_somewhere() -> None:
                 assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-INTERNALS = {"architecture.md", "mechanisms.md", "trainer-facts.md", "detection-figures.md"}
+INTERNALS = {"architecture.md", "mechanisms.md", "trainer-facts.md", "benchmarks.md"}
 
 
 def words_of(page: Path) -> int:
@@ -217,11 +217,15 @@ def test_the_table_of_settings_is_up_to_date() -> None:
         assert f"| `{name}` |" in page
 
 
-def test_the_tables_of_the_detectors_are_those_that_were_measured() -> None:
-    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "detectors.py"), run_name="detectors_benchmark")
-    result = json.loads((ROOT / "benchmarks" / "results" / "detectors.json").read_text(encoding="utf-8"))
+def test_the_tables_of_the_benchmarks_are_those_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "page.py"), run_name="page_of_benchmarks")
     page = benchmark["PAGE"].read_text(encoding="utf-8")
-    assert benchmark["page_with_tables"](page, result) == page, "run python benchmarks/detectors.py --docs"
+    assert benchmark["page_with_tables"](page) == page, "run python benchmarks/page.py"
+    faults, survives = len(benchmark["survival"].FAULTS), benchmark["survives"]
+    plain, healed = survives("sft", "plain"), survives("sft", "wrapper")
+    told = f"an SFT run survives {plain} plain and started again, {healed} healed."
+    assert f"Of {faults} [faults](docs/benchmarks.md), {told}" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def measured(name: str) -> dict[str, Any]:

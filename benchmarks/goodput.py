@@ -1,0 +1,101 @@
+"""
+Goodput: the share of a run's time that went into steps which are in its weights, while faults strike at random.
+
+```bash
+python benchmarks/goodput.py         # one seed, one fault in 50 steps
+python benchmarks/goodput.py --all   # one in 25, 50 and 100, three seeds each; goes on where it was
+```
+
+Faults inside steps (NaN in a forward or a gradient, a poison row, out of memory) and deaths of the process (SIGKILL,
+SIGTERM) are drawn apart, one for each so many steps, each at a random step of its share of the run. Ours is beside the
+plain trainer started again from its last checkpoint. Goodput = updates in the weights x median step of the run / time
+from the first start to the end of training; a run with NaN in its weights has none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jobs
+from jobs import Job
+from survival import setting
+
+
+RESULT = Path(__file__).parent / "results" / "goodput.json"
+KINDS = {
+    "inside steps": ("nan_loss", "nan_gradient", "poison_samples", "oom"),
+    "deaths": ("sigkill", "sigterm"),
+}
+RATES, SEEDS = (25, 50, 100), 3
+STEPS, SAVED_EVERY, ROWS = 200, 50, 96
+
+
+def schedule(kind: str, rate: int, seed: int) -> str:
+    """Draws what strikes, one in each `rate` steps, as `self-healing chaos` takes it."""
+    drawn = random.Random(f"{kind} {rate} {seed}")
+    faults = KINDS[kind]
+    return ",".join(
+        f"{faults[(seed + number) % len(faults)]}@{begin + drawn.randrange(2, rate - 2)}"
+        for number, begin in enumerate(range(0, STEPS, rate))
+    )
+
+
+def measure(rates: list[int], seeds: int, cells: dict[str, Any], anew: bool) -> None:
+    """Runs what is not there yet, or all of it, and writes the file after each job."""
+    jobs.warm_up()
+    for seed in range(seeds):
+        for kind, faults in [
+            ("", ""),
+            *((f"{kind}/{rate}", schedule(kind, rate, seed)) for kind in KINDS for rate in rates),
+        ]:
+            # One beside the other, so that both have the machine as it is then.
+            for tool in ("plain", "wrapper"):
+                key = f"{tool}/{seed}/{kind}"
+                if key in cells and not anew:
+                    continue
+                with tempfile.TemporaryDirectory() as directory:
+                    job = Job("sft", tool, Path(directory) / "job", faults, seed, STEPS, SAVED_EVERY, ROWS)
+                    outcome = asdict(jobs.run(job, starts=12))
+                seconds = outcome.pop("step_seconds")
+                outcome |= {"faults": faults, "step_seconds": statistics.median(seconds) if seconds else None}
+                cells[key] = outcome
+                told = f"finished={outcome['finished']} {outcome['why']}"
+                print(f"{key:28} {told}, {outcome['starts']} starts, {outcome['seconds']:.1f} s", flush=True)
+                RESULT.write_text(json.dumps({"setting": setting(), "steps": STEPS, "cells": cells}, indent=1) + "\n")
+
+
+def shares(cells: dict[str, Any], tool: str, kind: str, rate: int) -> list[float]:
+    """The share of its time that each run, by its seed, spent on what is in its weights."""
+    found = []
+    for seed in range(SEEDS):
+        run = cells.get(f"{tool}/{seed}/{kind}/{rate}")
+        if run is not None:
+            # Its own: from one run to the next a shared machine is a tenth faster or slower.
+            useful = run["updates"] * run["step_seconds"] if run["finished"] else 0.0
+            found.append(useful / run["training_seconds"])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="all rates, three seeds")
+    parser.add_argument("--anew", action="store_true", help="also what is there")
+    arguments = parser.parse_args()
+    cells = json.loads(RESULT.read_text())["cells"] if RESULT.exists() else {}
+    measure(list(RATES) if arguments.all else [50], SEEDS if arguments.all else 1, cells, arguments.anew)
+    for kind in KINDS:
+        for rate in RATES:
+            for tool in ("plain", "wrapper"):
+                if found := shares(cells, tool, kind, rate):
+                    print(f"{kind}, one in {rate}, {tool}: {statistics.mean(found):.3f}")
+
+
+if __name__ == "__main__":
+    main()
