@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import itertools
 import json
 import multiprocessing
@@ -56,6 +57,8 @@ class Job:
     steps: int = STEPS
     saved_every: int = SAVED_EVERY
     rows: int = ROWS
+    # Of another tool than those here: its callback, `MODULE:CLASS`, which the plain trainer gets.
+    callback: str = ""
     # Where its first start is killed, as ckpt-chaos counts and says it; 0 only counts.
     kill: tuple[int, str] | None = None
 
@@ -100,26 +103,10 @@ def _with_wrapper(trainer: Any) -> None:
     SelfHealingTrainer(trainer, config).train(resume_from_checkpoint="auto")
 
 
-def _arc(trainer: Any) -> None:
-    from arc.api.integrations import HuggingFaceCallback  # type: ignore[import-not-found]
-
-    trainer.add_callback(HuggingFaceCallback())
-    _plain(trainer)
-
-
-def _sdcguard(trainer: Any) -> None:
-    from sdcguard.hf import SDCGuardCallback  # type: ignore[import-not-found]
-
-    trainer.add_callback(SDCGuardCallback())
-    _plain(trainer)
-
-
 # The settings of `TrainingArguments` that a tool consists of, and how it trains.
 TOOLS: dict[str, tuple[dict[str, Any], Callable[[Any], None]]] = {
     "plain": ({}, _plain),
     "options": ({"enable_jit_checkpoint": True, "auto_find_batch_size": True}, _plain),
-    "arc": ({}, _arc),
-    "sdcguard": ({}, _sdcguard),
     "callback": ({}, _with_callback),
     "wrapper": ({}, _with_wrapper),
 }
@@ -154,6 +141,7 @@ def _texts(rows: int) -> tuple[list[str], list[str], Any]:
 
 def trainer_of(job: Job) -> Any:
     """Builds the trainer of a job, as its user would."""
+    settings, _ = TOOLS.get(job.tool, TOOLS["plain"])
     training, held_out, tokenizer = _texts(min(job.steps * job.rows, MOST_TEXTS))
     common = {
         "output_dir": str(job.directory / "run"),
@@ -167,7 +155,7 @@ def trainer_of(job: Job) -> Any:
         "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,
-        **TOOLS[job.tool][0],
+        **settings,
     }
     if job.trainer == "grpo":
         # GRPO refuses it: a group has to be whole.
@@ -232,7 +220,11 @@ def _train(job: Job, start: int) -> None:
         inject.arm(trainer.args.output_dir, at or None, mode, log_path=log, lazy_native=True, torn_python=True)
     if job.faults:
         Chaos(job.faults, seed=job.seed, ledger=job.directory / "chaos.jsonl").attach(trainer)
-    TOOLS[job.tool][1](trainer)
+    if job.callback:
+        module, _, name = job.callback.partition(":")
+        trainer.add_callback(getattr(importlib.import_module(module), name)())
+    _, train = TOOLS.get(job.tool, TOOLS["plain"])
+    train(trainer)
     if trainer.state.global_step < job.steps:
         # It was asked to end, and has saved: the next start goes on.
         os._exit(3)

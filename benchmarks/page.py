@@ -18,7 +18,7 @@ from typing import Any
 import detectors
 import goodput
 import survival
-from jobs import TOOLS, TRAINERS
+from jobs import TRAINERS
 
 
 RESULTS = Path(__file__).parent / "results"
@@ -26,7 +26,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 NAMES = {
     "plain": "plain, started again",
     "options": "transformers' options",
-    "arc": "arc-training",
+    "arc-training": "arc-training",
     "sdcguard": "sdcguard",
     "callback": "callback",
     "wrapper": "wrapper",
@@ -69,7 +69,7 @@ def survival_tables() -> str:
     cells, parts = result["cells"], list[str]()
     for trainer in TRAINERS:
         tools = [
-            tool for tool in TOOLS if any(key.startswith(f"{trainer}/{tool}/") and key[-1] != "/" for key in cells)
+            tool for tool in NAMES if any(key.startswith(f"{trainer}/{tool}/") and key[-1] != "/" for key in cells)
         ]
         if not tools:
             continue

@@ -4,7 +4,7 @@ What becomes of a run that a fault strikes: with the plain trainer, with transfo
 ```bash
 python benchmarks/survival.py                       # SFT, plain and the wrapper: three minutes on two cores
 python benchmarks/survival.py --all                 # SFT, DPO and GRPO, all tools that are installed; goes on
-python benchmarks/survival.py --tools arc sdcguard  # in an environment that has them
+python benchmarks/survival.py --callback sdcguard=sdcguard.hf:SDCGuardCallback    # in an environment that has it
 ```
 
 Each cell is a job of 80 steps that saves every 20, started again up to three times, as a launcher would. All tools get
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import jobs
-from jobs import TOOLS, TRAINERS, Job
+from jobs import TRAINERS, Job
 
 
 RESULT = Path(__file__).parent / "results" / "survival.json"
@@ -74,17 +74,17 @@ def setting() -> dict[str, Any]:
     }
 
 
-def measure(trainers: list[str], tools: list[str], cells: dict[str, Any], anew: bool) -> None:
+def measure(trainers: list[str], tools: dict[str, str], cells: dict[str, Any], anew: bool) -> None:
     """Runs what is not there yet, or all of it, and writes the file after each job."""
     jobs.warm_up()
     for trainer in trainers:
-        for tool in dict.fromkeys(["plain", *tools]):
+        for tool, callback in {"plain": "", **tools}.items():
             for fault in [HEALTHY, *FAULTS]:
                 key = f"{trainer}/{tool}/{fault}"
                 if (key in cells and not anew) or (tool not in tools and fault != HEALTHY):
                     continue
                 with tempfile.TemporaryDirectory() as directory:
-                    outcome = asdict(jobs.run(Job(trainer, tool, Path(directory) / "job", fault)))
+                    outcome = asdict(jobs.run(Job(trainer, tool, Path(directory) / "job", fault, callback=callback)))
                 seconds = outcome.pop("step_seconds")
                 outcome["step_seconds"] = statistics.median(seconds) if seconds else None
                 cells[key] = outcome
@@ -121,10 +121,12 @@ def main() -> None:
     parser.add_argument(
         "--all", action="store_true", help="all trainers, and all tools that need no other environment"
     )
-    parser.add_argument("--tools", nargs="*", choices=TOOLS, help="only these")
+    parser.add_argument("--callback", metavar="NAME=MODULE:CLASS", help="another tool, and only that")
     parser.add_argument("--anew", action="store_true", help="also what is there")
     arguments = parser.parse_args()
-    tools = arguments.tools or (["plain", "options", "callback", "wrapper"] if arguments.all else ["plain", "wrapper"])
+    tools = dict.fromkeys(["plain", "options", "callback", "wrapper"] if arguments.all else ["plain", "wrapper"], "")
+    if arguments.callback:
+        tools = dict([arguments.callback.split("=", 1)])
     cells = json.loads(RESULT.read_text())["cells"] if RESULT.exists() else {}
     measure(list(TRAINERS) if arguments.all else ["sft"], tools, cells, arguments.anew)
 
