@@ -32,14 +32,14 @@ class RecordedVotes:
         """Has a file hold the last of them, also when the process is killed."""
         self._last = FileIO(path, "w")
 
-    def _recorded(self, question: str, ballot: torch.Tensor) -> list[float]:
+    def _recorded(self, question: str, ballot: torch.Tensor, ranks: int) -> list[float]:
         # One that tells of an exception takes part in whatever vote the others are in.
         tells = bool(ballot[votes._RAISED])
         self.questions.append(ANY if tells else question)
         if self._last is not None:
             self._last.seek(0)
             self._last.write(f"vote {len(self.questions)}: {question}".encode().ljust(200))
-        return self._cast(question, ballot)
+        return self._cast(question, ballot, ranks)
 
     def compare(self) -> None:
         """Compares them with those of all other ranks, at the end of each."""

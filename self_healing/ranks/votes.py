@@ -82,9 +82,10 @@ _votes = _Votes()
 
 def sum_over_ranks(question: str, answers: _Answers, device: torch.device) -> list[float]:
     """Sums numbers over all ranks; a NaN or Inf of any rank stays one."""
-    if world_size() == 1:
+    ranks = world_size()
+    if ranks == 1:
         return answers.tolist() if isinstance(answers, torch.Tensor) else [*map(float, answers)]
-    return _cast(question, _ballot(question, answers, device))
+    return _cast(question, _ballot(question, answers, device), ranks)
 
 
 def any_rank(question: str, flag: bool, device: torch.device) -> bool:
@@ -211,7 +212,7 @@ def tell_raised(device: torch.device) -> NoReturn:
     experiment: [`RankRaised`] on all of them.
     """
     question = "an experiment is given up"
-    _cast(question, _ballot(question, (), device, raised=True))
+    _cast(question, _ballot(question, (), device, raised=True), world_size())
     raise AssertionError("a ballot that says so raises")
 
 
@@ -317,7 +318,7 @@ def _ballot(question: str, answers: _Answers, device: torch.device, raised: bool
     return torch.frombuffer(numbers, dtype=torch.float32).to(device)
 
 
-def _cast(question: str, ballot: torch.Tensor) -> list[float]:
+def _cast(question: str, ballot: torch.Tensor, ranks: int) -> list[float]:
     _votes.count += 1
     dist.all_reduce(ballot)
     found: list[float] = ballot.tolist()
@@ -325,7 +326,7 @@ def _cast(question: str, ballot: torch.Tensor) -> list[float]:
         raise RankRaised(f"{question}: the training code has raised on a rank")
     # Where ranks ask different questions, these are the sums that none of them expects.
     number, chunks, rest = _named(question)
-    ranks, (numbers, of_chunks, rests) = world_size(), found[_QUESTION]
+    numbers, of_chunks, rests = found[_QUESTION]
     if numbers != ranks * number or of_chunks * _QUESTIONS + rests != ranks * (chunks * _QUESTIONS + rest):
         raise RanksDisagree(
             f"{question}: the ranks are out of step. Please look for code that decides on one rank alone, such as a "
