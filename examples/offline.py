@@ -138,7 +138,7 @@ def show(healer: SelfHealingTrainer, tiny: Tiny | None = None) -> None:
         return
     report = healer.get_report()
     console = Console(highlight=False)
-    console.print(report.table() if report.incidents else f"Nothing had to be healed. Journal: {report.journal}")
+    print(f"{report}\nJournal: {report.journal}")
     if tiny is not None:
         console.print(
             f"Held-out loss: {loss:.3f}; the frequencies of tokens alone would give {unigram_loss(tiny):.3f}."

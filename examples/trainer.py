@@ -18,7 +18,6 @@ wrapper of the other examples does.
 
 from datasets import Dataset, load_dataset
 from offline import parse, text_of, tiny, unigram_loss
-from rich.console import Console
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -62,7 +61,7 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model(training_args.output_dir)
     report = HealingReport.from_run_dir(healing.healing_dir or training_args.output_dir)
-    Console().print(report.table() if report.incidents else f"Nothing had to be healed. Journal: {report.journal}")
+    print(f"{report}\nJournal: {report.journal}")
     if offline.offline_tiny:
         loss, alone = trainer.evaluate()["eval_loss"], unigram_loss(material)
         print(f"Held-out loss: {loss:.3f}; the frequencies of tokens alone would give {alone:.3f}.")

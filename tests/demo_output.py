@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -48,7 +49,9 @@ def in_every_run(text: str) -> list[str]:
 
 
 def main() -> None:
-    KEPT.write_text(demo_in_terminal(), encoding="utf-8")
+    # Wherever Python is installed here.
+    shown = demo_in_terminal().replace(sysconfig.get_path("stdlib"), "/usr/lib/python3.11")
+    KEPT.write_text(shown, encoding="utf-8")
     print(KEPT)
 
 

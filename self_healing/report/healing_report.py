@@ -1,29 +1,22 @@
-"""`HealingReport`: the incidents of a run as a table, from the run itself or from the journal on disk."""
+"""`HealingReport`: the incidents of a run, from the run itself or from the journal on disk."""
 
 from __future__ import annotations
 
 import logging
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from ..failures.recipes import Action
-from ..journal.incident import BECAME, HEALED, IN_DOUBT, Incident, done_by, headline, lost_steps
+from ..journal.incident import BECAME, HEALED, Incident, headline, lost_steps
 from ..run.status import RunState, RunStatus
 from .journals import Journals, incident_of, read_journals, read_postmortem, status_in, told_once
-from .records import VERDICTS, printable, render, sentence, spoken
+from .records import VERDICTS, render, sentence
 
 
 logger = logging.getLogger("self_healing")
 
-# Of the table: "ConnectionError" and the like, and 80 columns in all.
-_FAULT_WIDTH = 18
 _OF_THE_RATE = ("lr_reductions", "learning_rate_scale", "learning_rate")
 
 
@@ -262,39 +255,3 @@ class HealingReport:
             *(f"{BECAME[each.outcome]}: {headline(each)}" for each in told),
         ]
         return "\n".join(filter(None, [*lines, "" if self.incidents else "Nothing had to be healed."]))
-
-    def __rich__(self) -> Table:
-        return self.table()
-
-    def table(self) -> Table:
-        """The incidents as a table for the terminal."""
-        table = Table(title="What happened", header_style="bold", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-        for column in ("step", "fault", "cause found", "remedy", "cost", "outcome"):
-            # What is short is left whole, and of the fault its words: names of exceptions are searched for.
-            short = column not in ("cause found", "remedy")
-            table.add_column(column, justify="right" if column == "step" else "left", overflow="fold", no_wrap=short)
-        for incident in self.incidents:
-            cells = (
-                str(incident["step"]),
-                textwrap.fill(spoken(incident["symptom"].removeprefix("rule:")), _FAULT_WIDTH),
-                incident["cause"],
-                done_by(Incident.from_dict(incident)),
-                _cost(incident),
-                incident["outcome"].replace("_", "\n"),
-            )
-            # Not as markup: causes quote exceptions.
-            table.add_row(*(Text(printable(cell)) for cell in cells))
-        return table
-
-
-def _cost(incident: Mapping[str, Any]) -> str:
-    """Steps and seconds that it cost, below each other."""
-    lost, again, seconds = incident["steps_lost"], incident["steps_repeated"], incident["seconds_lost"]
-    told = []
-    if lost or IN_DOUBT in incident["evidence"]:
-        told.append(lost_steps(lost, incident["evidence"]).replace(" not", "\nnot"))
-    if again:
-        told.append(f"{again:,} repeated")
-    if seconds >= 0.05:
-        told.append(f"{seconds:.1f} s")
-    return "\n".join(told) or "-"

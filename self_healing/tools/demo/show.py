@@ -74,7 +74,7 @@ def run_demo(
         return DemoResult()
     console.print("\nWith self_healing", style="bold")
     report = Episode(task, console).run(str(output_dir), config)
-    console.print(report.table())
+    console.print(str(report), markup=False)
     problems = unmet(task, report)
     if not problems:
         console.print("[bold green]Every fault was found and healed, and no step was lost.[/]")
