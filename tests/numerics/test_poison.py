@@ -66,6 +66,29 @@ def test_exactly_the_poison_rows_are_named_and_the_run_goes_on(tmp_path: Path, t
     assert all(torch.isfinite(torch.tensor(losses(trainer))))
 
 
+def test_a_poison_row_is_found_for_less_than_three_steps(tmp_path: Path, tokenizer: Any) -> None:
+    rows, computed = 64, list[int]()
+
+    class Struck(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            if not fault.fired:
+                computed.clear()
+
+    poisoned = [f"{TEXTS[0]} {POISON_WORD}", *TEXTS * 3]
+    arguments = {"texts": poisoned, "per_device_train_batch_size": rows, "gradient_accumulation_steps": 1}
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(), Struck()], max_steps=1, **arguments)
+    trainer.train_dataset = trainer.train_dataset.select(range(rows))
+    fault = PoisonToken(trainer.model, tokenizer.convert_tokens_to_ids(POISON_WORD))
+    trainer.model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: computed.append(len(inputs[0])))
+    trainer.train()
+
+    assert len(quarantined(tmp_path)) == 1
+    # Struck, again, and without the row; between these, what finds it.
+    assert computed[:2] == [rows, rows]
+    assert computed[-1] == rows - 1
+    assert sum(computed[2:-1]) < 2 * rows
+
+
 def test_the_gradient_is_that_of_the_batch_without_the_poison_rows(tmp_path: Path, tokenizer: Any) -> None:
     token = tokenizer.convert_tokens_to_ids(POISON_WORD)
     arguments = {"texts": poisoned_texts(), "dropout": 0.0, "max_steps": 3, "gradient_accumulation_steps": 4}

@@ -56,6 +56,9 @@ def diagnose(window: Window, instrument: Instrument, healthy_inputs: Any) -> Dia
             {"tensors": corrupted[:20], "tensors_total": len(corrupted)},
         )
     found = _look_at_rows(window, healthy_inputs, device)
+    if found.poison_rows:
+        # Each of them was found twice, and all others are computed together, before anything is applied.
+        return found
     # A fault may last for longer than one computation, and strike in the experiments: before data or numbers are
     # blamed for it, the whole is computed once more.
     window.recompute()
@@ -154,7 +157,7 @@ def rows_that_raise(window: Window, healthy_inputs: Any) -> list[int]:
             layout = window.layout(index)
             if again or layout is None or (others and not any(map(experiments.probe_batch, others))):
                 return []
-            found = _bisect(experiments, index, list(range(layout.rows)))
+            found = _bisect(experiments, index, list(range(layout.rows)), nonfinite=True)
             bad = [row for row in found if not experiments.probe_row(index, row)]
             return bad if len(bad) <= layout.rows * (1 if others else _MOST_POISON) else []
     except TrainingFault as fault:
@@ -173,18 +176,24 @@ def find_poison_rows(experiments: StepExperiments, sizes: Sequence[int], device:
         twice = _probe_in_lockstep(experiments, once, device)
     else:
         # Every micro-batch, also those with a finite loss: a row may be bad in its gradient alone.
-        once = [_bisect(experiments, index, list(range(size))) for index, size in enumerate(sizes)]
+        once = [
+            _bisect(experiments, index, list(range(size)), experiments.is_nonfinite(index))
+            for index, size in enumerate(sizes)
+        ]
         twice = [[row for row in rows if not experiments.probe_row(index, row)] for index, rows in enumerate(once)]
     return {index: rows for index, rows in enumerate(twice) if rows}
 
 
-def _bisect(experiments: StepExperiments, index: int, rows: list[int]) -> list[int]:
+def _bisect(experiments: StepExperiments, index: int, rows: list[int], nonfinite: bool) -> list[int]:
+    """Finds the rows that are non-finite by themselves among some that are known to be so together, or may be."""
     if len(rows) == 1:
         return [] if experiments.probe_row(index, rows[0]) else rows
-    if experiments.probe(index, rows):
+    if not nonfinite and experiments.probe(index, rows):
         return []
     middle = len(rows) // 2
-    return _bisect(experiments, index, rows[:middle]) + _bisect(experiments, index, rows[middle:])
+    found = _bisect(experiments, index, rows[:middle], nonfinite=False)
+    # Where the first half has none, the other one must.
+    return found + _bisect(experiments, index, rows[middle:], nonfinite=not found)
 
 
 def _probe_in_lockstep(

@@ -36,6 +36,10 @@ class StepExperiments:
 
     # ---- some of its rows, and others ----
 
+    def is_nonfinite(self, index: int) -> bool:
+        """Whether a micro-batch is known not to be finite, from the step as it was computed last."""
+        return self.window.size == 1 or not math.isfinite(float(self.window.losses[index]))
+
     def probe(self, index: int, rows: Sequence[int]) -> bool:
         """Whether some rows of a micro-batch alone give a finite loss and finite gradients."""
         layout = self.layout(index)
