@@ -8,8 +8,11 @@ python benchmarks/goodput.py --all   # one in 25, 50 and 100, three seeds each; 
 
 Faults inside steps (NaN in a forward or a gradient, a poison row, out of memory) and deaths of the process (SIGKILL,
 SIGTERM) are drawn apart, one for each so many steps, each at a random step of its share of the run. Ours is beside the
-plain trainer started again from its last checkpoint. Goodput = updates in the weights x median step of the run / time
-from the first start to the end of training; a run with NaN in its weights has none.
+plain trainer started again from its last checkpoint, at the same time, on a core each.
+
+Goodput = updates in the weights x clean step / time from the first start to the end of training; a run with NaN in its
+weights has none. The clean step is the mean of the plain trainer without faults, on the same batches, by how much
+slower the machine was meanwhile: the median of what a step took over what the same step took there.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ import json
 import random
 import statistics
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +39,8 @@ KINDS = {
     "deaths": ("sigkill", "sigterm"),
 }
 RATES, SEEDS = (25, 50, 100), 3
-STEPS, SAVED_EVERY, ROWS = 200, 50, 96
+STEPS, SAVED_EVERY, ROWS = 200, 50, 192
+TOOLS = ("plain", "wrapper")
 
 
 def schedule(kind: str, rate: int, seed: int) -> str:
@@ -48,27 +54,37 @@ def schedule(kind: str, rate: int, seed: int) -> str:
 
 
 def measure(rates: list[int], seeds: int, cells: dict[str, Any], anew: bool) -> None:
-    """Runs what is not there yet, or all of it, and writes the file after each job."""
+    """Runs what is not there yet, or all of it, and writes the file after each pair of jobs."""
     jobs.warm_up()
     for seed in range(seeds):
         for kind, faults in [
             ("", ""),
             *((f"{kind}/{rate}", schedule(kind, rate, seed)) for kind in KINDS for rate in rates),
         ]:
-            # One beside the other, so that both have the machine as it is then.
-            for tool in ("plain", "wrapper"):
-                key = f"{tool}/{seed}/{kind}"
-                if key in cells and not anew:
-                    continue
-                with tempfile.TemporaryDirectory() as directory:
-                    job = Job("sft", tool, Path(directory) / "job", faults, seed, STEPS, SAVED_EVERY, ROWS)
-                    outcome = asdict(jobs.run(job, starts=12))
-                seconds = outcome.pop("step_seconds")
-                outcome |= {"faults": faults, "step_seconds": statistics.median(seconds) if seconds else None}
-                cells[key] = outcome
-                told = f"finished={outcome['finished']} {outcome['why']}"
-                print(f"{key:28} {told}, {outcome['starts']} starts, {outcome['seconds']:.1f} s", flush=True)
+            missing = [tool for tool in TOOLS if anew or f"{tool}/{seed}/{kind}" not in cells]
+            with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(len(TOOLS)) as pool:
+                started = {
+                    tool: Job("sft", tool, Path(directory) / tool, faults, seed, STEPS, SAVED_EVERY, ROWS)
+                    for tool in missing
+                }
+                outcomes = dict(zip(missing, pool.map(partial(jobs.run, starts=12), started.values()), strict=True))
+            for tool, outcome in outcomes.items():
+                key, seconds = f"{tool}/{seed}/{kind}", outcome.step_seconds
+                clean = seconds if key == f"plain/{seed}/" else clean_steps(cells, seed)
+                slower = statistics.median(seconds[step] / clean[step] for step in seconds.keys() & clean.keys())
+                cells[key] = asdict(outcome) | {
+                    "faults": faults,
+                    "step_seconds": {step: round(each, 4) for step, each in seconds.items()} if not kind else {},
+                    "clean_step": slower * statistics.mean(clean.values()),
+                }
+                told = f"finished={outcome.finished} {outcome.why}"
+                print(f"{key:28} {told}, {outcome.starts} starts, {outcome.seconds:.1f} s", flush=True)
                 RESULT.write_text(json.dumps({"setting": setting(), "steps": STEPS, "cells": cells}, indent=1) + "\n")
+
+
+def clean_steps(cells: dict[str, Any], seed: int) -> dict[int, float]:
+    """Gives the seconds of each step of the plain trainer that no fault strikes."""
+    return {int(step): seconds for step, seconds in cells[f"plain/{seed}/"]["step_seconds"].items()}
 
 
 def shares(cells: dict[str, Any], tool: str, kind: str, rate: int) -> list[float]:
@@ -77,8 +93,7 @@ def shares(cells: dict[str, Any], tool: str, kind: str, rate: int) -> list[float
     for seed in range(SEEDS):
         run = cells.get(f"{tool}/{seed}/{kind}/{rate}")
         if run is not None:
-            # Its own: from one run to the next a shared machine is a tenth faster or slower.
-            useful = run["updates"] * run["step_seconds"] if run["finished"] else 0.0
+            useful = run["updates"] * run["clean_step"] if run["finished"] else 0.0
             found.append(useful / run["training_seconds"])
     return found
 
@@ -92,7 +107,7 @@ def main() -> None:
     measure(list(RATES) if arguments.all else [50], SEEDS if arguments.all else 1, cells, arguments.anew)
     for kind in KINDS:
         for rate in RATES:
-            for tool in ("plain", "wrapper"):
+            for tool in TOOLS:
                 if found := shares(cells, tool, kind, rate):
                     print(f"{kind}, one in {rate}, {tool}: {statistics.mean(found):.3f}")
 

@@ -79,7 +79,8 @@ class Outcome:
     # without the trainer's first construction.
     steps_done: int = 0
     training_seconds: float = 0.0
-    step_seconds: list[float] = field(default_factory=list)
+    # By step, as it was computed last.
+    step_seconds: dict[int, float] = field(default_factory=dict)
 
 
 # ---- the tools: each trains to the end, or raises ----
@@ -276,11 +277,11 @@ def run(job: Job, starts: int = STARTS) -> Outcome:
     if steps:
         outcome.training_seconds = steps[-1]["time"] - steps[0]["time"]
     outcome.steps_done = sum(not step["begins"] for step in steps)
-    outcome.step_seconds = [
-        after["time"] - before["time"]
+    outcome.step_seconds = {
+        after["step"]: after["time"] - before["time"]
         for before, after in itertools.pairwise(steps)
         if before["pid"] == after["pid"] and not before["begins"]
-    ]
+    }
     if outcome.finished:
         end = json.loads((job.directory / "end.json").read_text())
         outcome.held_out_loss, outcome.updates, outcome.digest = end["held_out_loss"], end["updates"], end["digest"]

@@ -86,7 +86,7 @@ def measure(trainers: list[str], tools: dict[str, str], cells: dict[str, Any], a
                 with tempfile.TemporaryDirectory() as directory:
                     outcome = asdict(jobs.run(Job(trainer, tool, Path(directory) / "job", fault, callback=callback)))
                 seconds = outcome.pop("step_seconds")
-                outcome["step_seconds"] = statistics.median(seconds) if seconds else None
+                outcome["step_seconds"] = statistics.median(seconds.values()) if seconds else None
                 cells[key] = outcome
                 told = "finished" if outcome["finished"] else outcome["why"]
                 print(f"{key:50} {told}, {outcome['starts']} starts, {outcome['seconds']:.1f} s", flush=True)
