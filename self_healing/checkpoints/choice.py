@@ -148,15 +148,23 @@ def check_resumed(checkpoint: Path, output_dir: str | Path) -> str | None:
 # ---- of one run ----
 
 
-def newest_checkpoint_of(run: str, output_dir: str, verified: bool = False) -> str | None:
+def newest_checkpoint_of(
+    run: str, output_dir: str, verified: bool = False, of_steps: range | None = None
+) -> str | None:
     """Finds the newest checkpoint of a run that can be resumed from; those of other runs are passed by."""
-    newest = newest_verdict_of(run, output_dir, [], verified)
+    newest = newest_verdict_of(run, output_dir, [], verified, of_steps)
     return None if newest is None else newest.path
 
 
-def newest_verdict_of(run: str, output_dir: str, passed_over: list[Verdict], verified: bool = False) -> Verdict | None:
+def newest_verdict_of(
+    run: str, output_dir: str, passed_over: list[Verdict], verified: bool = False, of_steps: range | None = None
+) -> Verdict | None:
     """Finds the same as [`newest_checkpoint_of`], with the verdicts on it and on those that are newer."""
-    own = (path for path, marker in _marked_by(run, output_dir) if not verified or marker["standing"] == "verified")
+    own = (
+        path
+        for path, marker in _marked_by(run, output_dir)
+        if (not verified or marker["standing"] == "verified") and (of_steps is None or marker["step"] in of_steps)
+    )
     return _newest_usable(own, passed_over)
 
 

@@ -199,12 +199,15 @@ class RunCheckpoints:
         followed = self._followed.get(step)
         return followed is not None and followed.finite and followed.standing != "suspect" and followed.path.is_dir()
 
-    def newest(self) -> str | None:
-        """Finds the newest one that the run can go back to, or else the one it was resumed from. Collective."""
+    def newest(self, of_steps: range | None = None) -> str | None:
+        """
+        Finds the newest one that the run can go back to, of some steps, or else the one it was resumed from.
+        Collective.
+        """
 
         def look() -> str | None:
-            newest = newest_checkpoint_of(self._journal.run_id, str(self._output_dir), verified=True)
-            return newest or self._resumed_from
+            newest = newest_checkpoint_of(self._journal.run_id, str(self._output_dir), True, of_steps)
+            return newest or (self._resumed_from if of_steps is None else None)
 
         return votes.looked_up_by_first_rank("newest checkpoint to go back to", look, self._device)
 

@@ -203,8 +203,12 @@ class Rollback:
         self.ring.discard()
         self.states.streak = 0
         self.states.displaced = self.copies_in_doubt = True
+        went = self._to_newer_on_disk(step) if target is Target.NEWEST else None
         for option in _OTHERWISE[target]:
-            went = self._to_disk(step) if option is Target.DISK else self._to_memory(option, step)
+            if went is None and option is Target.DISK:
+                went = self._to_disk(step, self.checkpoints.newest())
+            elif went is None:
+                went = self._to_memory(option, step)
             if went is None:
                 continue
             self.states.interval.last_taken = step
@@ -238,8 +242,15 @@ class Rollback:
         self._gone_back_to = snapshot
         return RollbackRecord(snapshot.step, target, lost, snapshot.step - snapshot.extras["missing"])
 
-    def _to_disk(self, step: int) -> RollbackRecord | None:
-        found = self.checkpoints.newest()
+    def _to_newer_on_disk(self, step: int) -> RollbackRecord | None:
+        """Goes back to a checkpoint where fewer steps are lost with it than with a snapshot: none is applied again."""
+        newest = next(iter(self.states.generations()), None)
+        if newest is None or self._steps_since(newest) is not None:
+            return None
+        # Up to this step: an earlier process of the run may have come further.
+        return self._to_disk(step, self.checkpoints.newest(range(newest.as_of + 1, step + 1)))
+
+    def _to_disk(self, step: int, found: str | None) -> RollbackRecord | None:
         if found is None or not self._try_to_load(found):
             return None
         self.learned.recall({})
@@ -280,6 +291,13 @@ class Rollback:
         return replace(went, suspects=tuple(each for each in went.suspects if each not in good))
 
     # ---- applying the steps since then again ----
+
+    def _steps_since(self, snapshot: Snapshot) -> list[Recording] | None:
+        """Returns all steps since a state, to be applied again; `None` if a rank lacks some. Collective."""
+        recordings = self.batches.recorded(range(snapshot.as_of, self.states.instrument.view.step))
+        # Its batches were larger, or memory ran out: the others apply none again either.
+        kept = votes.all_ranks("can replay", recordings is not None, self.states.device)
+        return recordings if kept else None
 
     def repeat(self, window: Window) -> Replayed:
         """
@@ -322,9 +340,8 @@ class Rollback:
         snapshot = self._gone_back_to
         if snapshot is None:
             return Replayed(None, why="the state gone back to is a checkpoint, and steps are kept for those in memory")
-        recordings = self.batches.recorded(range(snapshot.as_of, self.states.instrument.view.step))
-        # One that lacks some (its batches were larger, or memory ran out) replays nothing, and the others do neither.
-        if not votes.all_ranks("can replay", recordings is not None, self.states.device) or recordings is None:
+        recordings = self._steps_since(snapshot)
+        if recordings is None:
             why = "not all of the steps since then are kept: their rows were generated, left out, or too many"
             return Replayed(None, why=why)
         fault = loss_in_question, unlike_from, clearly

@@ -16,6 +16,7 @@ from conftest import (
     a_few_nans,
     assert_same_weights,
     best_model_trainer,
+    grpo_trainer,
     journal,
     logged,
     losses,
@@ -305,6 +306,28 @@ class TestRedFlag:
             "reduce_learning_rate",
         ]
         assert trainer.state.global_step == 20
+
+
+class TestNewestState:
+    @pytest.mark.parametrize(("build", "state", "lost"), [(grpo_trainer, "disk", 13), (sft_trainer, "initial", 0)])
+    def test_is_a_checkpoint_where_steps_since_an_older_snapshot_cannot_be_applied_again(
+        self, tmp_path: Path, tokenizer: Any, build: Any, state: str, lost: int
+    ) -> None:
+        trainer = build(
+            tmp_path,
+            tokenizer,
+            # The next snapshot after that of the beginning is never taken.
+            callbacks=[SelfHealingCallback(HealingConfig(snapshot_interval=50)), WeightFault(a_few_nans, 22)],
+            max_steps=26,
+            gradient_accumulation_steps=1,
+            save_strategy="steps",
+            save_steps=10,
+        )
+        trainer.train()
+
+        (back,), (outcome,) = rollbacks(tmp_path), journal(tmp_path, "outcome")
+        assert (back["state"], outcome["steps_lost"], outcome["outcome"]) == (state, lost, "resolved")
+        assert {int(each["step"]) for each in trainer.optimizer.state.values()} == {26 - lost}
 
 
 class TestWithoutMemory:
