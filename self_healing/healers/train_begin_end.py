@@ -483,7 +483,7 @@ def tell_end(run: Run, left_by: BaseException | None) -> None:
         # Where a postmortem was written, it is told already.
         run.journal.ended(step, failure or classify_exception(left_by), left_by)
     text = f"{how}: {_summed_up(incidents)}"
-    if run.verdict:
+    if run.verdict and left_by is None:
         text += f". {run.verdict.removesuffix('.')}"
     if incidents:
         text += f". More: {_report_command(run)}"

@@ -46,7 +46,7 @@ class HealingReport:
         zclip_total_clips (`int`, *optional*):
             Steps that adaptive clipping has clipped in this process; `None` of a run that is read from the disk.
         verdict (`str`, *optional*):
-            On the weights of a run that has ended in this process; [`RunReport`] has that of any run.
+            On the weights of a run that is over in this process, however it ended; [`RunReport`] has that of any run.
     """
 
     incidents: list[dict[str, Any]] = field(default_factory=list)

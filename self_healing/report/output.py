@@ -270,10 +270,10 @@ def _newest_numbers(kept: Entry) -> Iterable[str]:
 
 
 def write_closing_report(run: Run) -> None:
-    """Writes `report.json` and `agent.md` when `train()` is left, and keeps the verdict for the last line."""
+    """Writes `report.json` and `agent.md` when `train()` is left, and keeps the verdict for the report of the run."""
     journal = run.journal
     report = None if journal.rank > 0 else write_report_files(journal.directory, journal.run_id)
-    if report is not None and report.state.name == "ended" and report.verdict is not None:
+    if report is not None and report.verdict is not None:
         run.verdict, run.doubtful = str(report.verdict), report.verdict.name != "good"
 
 

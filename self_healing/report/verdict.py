@@ -69,6 +69,8 @@ def judge_weights(
     why = [*_doubts(state, incidents, checkpoints, missing), *_doubt_about(movement)]
     if state.name != "ended":
         of = "" if state.max_steps is None else f" of {state.max_steps:,}"
+        if state.why and not any(each.outcome == "fatal" for each in incidents):
+            of += f" ({state.why})"
         why.insert(0, f"the run is not finished, it came to step {state.step:,}{of}")
     went = f"{movement['metric']} {movement['first']:.4g} to {movement['last']:.4g}: " if movement else ""
     learned = capital(f"{went}evaluate the weights before you use them.")

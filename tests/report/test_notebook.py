@@ -9,7 +9,7 @@ import pytest
 from conftest import OutputFault, sft_trainer
 from made_up_report import made_up_report
 
-from self_healing import HealingReport, SelfHealingCallback
+from self_healing import HealingReport, SelfHealingCallback, SelfHealingTrainer
 from self_healing.report.reading import read_run
 
 
@@ -34,6 +34,22 @@ def test_printed_it_is_a_line_for_each_incident(tmp_path: Path, tokenizer: Any) 
     assert verdict.startswith("Verdict: Good: ")
     assert state.startswith("The run ended at step 6 of 6")
     assert incident.startswith("healed: step 2: NaN/Inf in loss, transient -> computed again;")
+
+
+@pytest.mark.parametrize("enter", [lambda trainer: trainer, SelfHealingTrainer])
+def test_after_an_exception_the_verdict_says_how_the_run_ended(tmp_path: Path, tokenizer: Any, enter: Any) -> None:
+    def interrupt(*_: Any) -> None:
+        if trainer.state.global_step == 3:
+            raise KeyboardInterrupt
+
+    callback = SelfHealingCallback()
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[callback])
+    trainer.model.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        enter(trainer).train()
+    verdict = "Look first: the run is not finished, it came to step 3 of 6 (KeyboardInterrupt)."
+    for report in (callback.get_report(), SelfHealingTrainer(trainer).get_report()):
+        assert report.verdict.startswith(verdict)
 
 
 def test_before_the_first_run_there_is_nothing_to_tell() -> None:
