@@ -202,7 +202,7 @@ def check(
     from ..checkpoints.choice import vet_all
     from ..checkpoints.marker import checkpoints_in, number_of
     from ..checkpoints.vetting import vet
-    from ..system.files import STATE_FILE
+    from ..system.files import PINNED_DIR, STATE_FILE
 
     named = number_of(run_dir.resolve()) is not None
     # `trainer.save_state()` leaves one in the output_dir, too.
@@ -220,7 +220,12 @@ def check(
     picture = Table(
         "checkpoint", Column("step", justify="right"), "verdict", "standing", "reason", box=None, pad_edge=False
     )
+    regular = {(each.step, each.standing, each.reason) for each in verdicts if Path(each.path).parent == run_dir}
     for verdict in verdicts:
+        known = (verdict.step, verdict.standing, verdict.reason) in regular
+        if known and Path(verdict.path).parent.name == PINNED_DIR:
+            # Hard links to the same files.
+            continue
         name = str(run_dir) if single else str(Path(verdict.path).relative_to(run_dir))
         told = Text("can be resumed from", "green") if verdict.usable else Text("no", "bold red")
         step = "" if verdict.step is None else str(verdict.step)

@@ -368,6 +368,14 @@ def test_check_shows_every_checkpoint_and_which_one_is_taken(marked: Path) -> No
     assert f"resume_from_checkpoint=True takes {marked / 'checkpoint-2'} (step 2)." in result.stdout
 
 
+def test_check_lists_a_checkpoint_that_is_kept_as_well_once_unless_one_of_the_two_is_damaged(marked: Path) -> None:
+    shutil.copytree(marked / "checkpoint-2", marked / "last-known-good" / "checkpoint-2")
+    shutil.copytree(marked / "checkpoint-4", marked / "last-known-good" / "checkpoint-4")
+    removed("optimizer.pt")(marked / "checkpoint-4")
+    names = [line.split()[0] for line in check(str(marked)).stdout.splitlines() if "checkpoint-" in line.split()[0]]
+    assert names == ["checkpoint-4", "last-known-good/checkpoint-4", "checkpoint-2"]
+
+
 def test_check_fails_if_none_can_be_resumed_from(marked: Path) -> None:
     for step in (2, 4):
         removed("optimizer.pt")(marked / f"checkpoint-{step}")
