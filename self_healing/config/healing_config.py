@@ -128,7 +128,7 @@ class HealingConfig:
         "with `on_nonfinite='skip'` it stops. A step with poison rows resets the count.",
     )
     max_skipped_fraction: Annotated[float, Setting("nonfinite", above=0, at_most=1)] = setting(
-        0.1, "The run stops when more than this share of the last 100 steps was skipped."
+        0.1, "The run stops when more than this share of the last 100 steps was skipped; of 100 in a shorter run, too."
     )
 
     on_spike: Annotated[Literal["heal", "warn"], Setting("detection")] = setting(
@@ -215,8 +215,9 @@ class HealingConfig:
     )
     max_bad_fraction: Annotated[float, Setting("data", above=0, at_most=1)] = setting(
         0.1,
-        "The run stops when more than this share of the rows of the last 100 steps was dropped, or of the samples so "
-        "far was bad (of at least 100, or of the whole data set if it is smaller).",
+        "The run stops when more than this share of the rows of 100 steps was dropped in the last 100 (in a shorter "
+        "run, too: 0.1 lets one of 60 steps lose the rows of ten), or of the samples so far was bad (of at least 100, "
+        "or of the whole data set if it is smaller).",
     )
 
     max_recovery_attempts: Annotated[int, Setting("recovery", at_least=0)] = setting(
