@@ -129,7 +129,7 @@ class ServiceCalls(Healer):
         def answered(asked: _Asked, *args: Any, **kwargs: Any) -> Any:
             try:
                 return self._answer(asked, reward(*args, **kwargs))
-            except Exception as error:
+            except BaseException as error:
                 failed = self._of_completions(error, asked)
             # Outside the handler, so that the exception keeps the context it came with.
             return _result_of(self._ask_again(asked, failed))
@@ -148,7 +148,7 @@ class ServiceCalls(Healer):
         async def answered(asked: _Asked, *args: Any, **kwargs: Any) -> Any:
             try:
                 return self._answer(asked, await reward(*args, **kwargs))
-            except Exception as error:
+            except BaseException as error:
                 failed = self._of_completions(error, asked)
             return await self._ask_again(asked, failed)
 
@@ -217,7 +217,7 @@ class ServiceCalls(Healer):
             self._answered[id(asked.ask)] = asked.part([0])
         return answer
 
-    def _of_completions(self, error: Exception, asked: _Asked) -> Exception:
+    def _of_completions(self, error: BaseException, asked: _Asked) -> BaseException:
         """Gives the exception back if completions may be to blame for it; raises it else."""
         # One that has met other ranks cannot begin again alone.
         alone = None is not asked.begun == votes.collectives_begun()
@@ -227,7 +227,7 @@ class ServiceCalls(Healer):
             return error
         raise error
 
-    async def _ask_again(self, asked: _Asked, error: Exception) -> list[Any]:
+    async def _ask_again(self, asked: _Asked, error: BaseException) -> list[Any]:
         """Asks once more, then without the completions that the function raises for; raises if it is the code."""
         began = time.perf_counter()
         rewards, bad = await asked.answers(range(asked.count)), list[int]()
@@ -243,7 +243,7 @@ class ServiceCalls(Healer):
             self._tell_of(asked, error, bad, time.perf_counter() - began)
         return rewards
 
-    async def _at_fault(self, asked: _Asked, error: Exception) -> list[int]:
+    async def _at_fault(self, asked: _Asked, error: BaseException) -> list[int]:
         """Finds the completions that the function raises for by themselves, by halves; raises where it is the code."""
         known = self._answered.get(id(asked.ask))
         if known is not None and await asked.answers([0], known) is None:
@@ -268,7 +268,7 @@ class ServiceCalls(Healer):
             raise error
         return bad
 
-    def _tell_of(self, asked: _Asked, error: Exception, bad: list[int], seconds: float) -> None:
+    def _tell_of(self, asked: _Asked, error: BaseException, bad: list[int], seconds: float) -> None:
         run, service = self._run, asked.service
         # It may quote a completion.
         message = text_of(error)[:500] if run.config.quarantine_text else ""
@@ -484,7 +484,7 @@ class _Asked:
         self.rewind()
         try:
             rewards = list(await self.ask(**(arguments or self.part(places))))
-        except Exception as error:
+        except BaseException as error:
             if not _is_of_the_code(error):
                 raise
             return None
@@ -510,9 +510,9 @@ def _halves(part: Sequence[int]) -> list[Sequence[int]]:
     return [half for half in (part[middle:], part[:middle]) if half]
 
 
-def _is_of_the_code(error: Exception) -> bool:
-    """Whether an exception is of the user's code, and of no service, memory or device."""
-    return not may_pass(error) and classify_exception(error) is FailureType.USER_CODE
+def _is_of_the_code(error: BaseException) -> bool:
+    """Whether an exception is of the user's code, and of no service, memory or device; a request to end is none."""
+    return is_error(error) and not may_pass(error) and classify_exception(error) is FailureType.USER_CODE
 
 
 class _MetOthers(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Callable
@@ -105,6 +106,39 @@ def test_a_reward_that_raises_once_leaves_no_trace(tmp_path: Path, tokenizer: An
     assert logged(trainer) == logged(clean)
     assert [event["action"] for event in journal(tmp_path / "run", "action")] == ["retry_call"]
     assert not quarantined(tmp_path / "run")
+
+
+class Cancelled(Reward):
+    """As a client whose request was cancelled raises it, which is no `Exception`."""
+
+    kind: type[BaseException] = asyncio.CancelledError
+    calls = 0
+
+    def __call__(self, **given: Any) -> list[float | None]:  # type: ignore[override]
+        self.calls += 1
+        if self.calls == 2:
+            raise self.kind
+        return super().__call__(**given)
+
+
+class AsyncCancelled(Cancelled):
+    async def __call__(self, **given: Any) -> list[float | None]:  # type: ignore[override]
+        return super().__call__(**given)
+
+
+@pytest.mark.parametrize("form", [Cancelled, AsyncCancelled])
+def test_a_reward_that_was_cancelled_is_asked_again(tmp_path: Path, tokenizer: Any, form: type[Cancelled]) -> None:
+    trainer = trained("grpo", tmp_path, tokenizer, form(lambda *_: False))
+    assert trainer.state.global_step == 3
+    assert [event["outcome"] for event in journal(tmp_path, "outcome")] == ["resolved"]
+
+
+def test_a_reward_that_asks_to_end_is_not_asked_again(tmp_path: Path, tokenizer: Any) -> None:
+    reward = Cancelled(lambda *_: False)
+    reward.kind = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        trained("grpo", tmp_path, tokenizer, reward)
+    assert reward.calls == 2
 
 
 def test_all_completions_of_a_call_may_be_at_fault(tmp_path: Path, tokenizer: Any) -> None:

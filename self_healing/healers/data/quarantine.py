@@ -278,7 +278,7 @@ class Quarantine:
         except OSError:
             logger.warning("%s could not be written; the rows were dropped all the same.", self.path, exc_info=True)
 
-    def add_completions(self, given: Mapping[str, Any], reward: str, error: Exception, incident: Incident) -> None:
+    def add_completions(self, given: Mapping[str, Any], reward: str, error: BaseException, incident: Incident) -> None:
         """Writes down completions that a reward function raises for, of what it is given for them."""
         about: dict[str, Any] = dict.fromkeys(("dataset_index", "segment", "stream_ordinal"))
         about |= {"kind": "completion", "problem": f"{reward} raises for it", "error_type": type(error).__name__}
