@@ -41,7 +41,8 @@ class HealingActions:
     During a run of the callback it is the engine that heals by itself that carries them out, on the trainer. Without
     one, the training arguments are changed, for the trainer that is built with them next, or for that of
     `SelfHealingTrainer.actions_engine`. What `roll_back` finds is in `args.resume_from_checkpoint`, which a script
-    hands to `train()`; what an optimizer that exists has taken from the arguments stays.
+    hands to `train()`. The learning rate of an optimizer that exists is changed where the trainer is known: by
+    `SelfHealingTrainer.actions_engine`.
 
     Args:
         config ([`HealingConfig`] or `dict`, *optional*):
@@ -147,12 +148,12 @@ class HealingActions:
                 if self._reductions >= most:
                     return {"why": f"`max_lr_reductions` allows {most}, and as many are in force"}
                 self._reductions += 1
-                return _set(args, learning_rate=args.learning_rate * factor)
+                return self._scale_rate(args, factor)
             case Action.INCREASE_LEARNING_RATE:
                 if self._reductions <= -self.config.max_lr_reductions:
                     return {"why": "`max_lr_reductions` bounds increases as well"}
                 self._reductions -= 1
-                return _set(args, learning_rate=args.learning_rate / factor)
+                return self._scale_rate(args, 1 / factor)
             case Action.REDUCE_BATCH_SIZE:
                 return self._smaller_batch(args)
             case Action.CHECKPOINT_ACTIVATIONS:
@@ -172,6 +173,16 @@ class HealingActions:
             case Action.CHECK_MODEL_INIT | Action.CHECK_DATA_QUALITY:
                 return _inspect(action, given, args)
         return {"why": "it needs a run, which the callback is not attached to"}
+
+    def _scale_rate(self, args: TrainingArguments, factor: float) -> dict[str, Any]:
+        if self.trainer is not None and self.trainer.args is args and self.trainer.optimizer is not None:
+            # It has taken its rates already; a schedule made for it has taken them from it.
+            for group in self.trainer.optimizer.param_groups:
+                group.update({name: group[name] * factor for name in ("lr", "initial_lr") if name in group})
+            schedule = getattr(self.trainer.lr_scheduler, "scheduler", self.trainer.lr_scheduler)
+            if hasattr(schedule, "base_lrs"):
+                schedule.base_lrs = [rate * factor for rate in schedule.base_lrs]
+        return _set(args, learning_rate=args.learning_rate * factor)
 
     def _smaller_batch(self, args: TrainingArguments) -> dict[str, Any]:
         rows = args.per_device_train_batch_size

@@ -160,6 +160,33 @@ def test_the_engine_of_a_wrapper_halves_the_batch_of_its_trainer(tmp_path: Path,
     assert rows == [2, 2, 2, 2] * 2
 
 
+class RatesOfUpdates(TrainerCallback):
+    def __init__(self) -> None:
+        self.taken = list[float]()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        self.taken += {group["lr"] for group in optimizer.param_groups}
+
+
+@pytest.mark.parametrize("whose", ["given", "given with its schedule", "left by a run before"])
+def test_the_engine_of_a_wrapper_halves_the_rate_of_an_optimizer_that_exists(
+    tmp_path: Path, tokenizer: Any, whose: str
+) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, max_steps=2, learning_rate=1e-3, lr_scheduler_type="constant")
+    if whose == "left by a run before":
+        trainer.train()
+    else:
+        trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), 1e-3)
+    if whose == "given with its schedule":
+        trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 1.0)
+    wrapper = SelfHealingTrainer(trainer)
+    assert wrapper.actions_engine is not None
+    wrapper.actions_engine.apply("halve_learning_rate", None, trainer.args)
+    trainer.add_callback(rates := RatesOfUpdates())
+    wrapper.train()
+    assert rates.taken == [5e-4, 5e-4]
+
+
 def test_increases_undo_reductions_and_are_limited() -> None:
     control = LearningRateControl(HealingConfig(max_lr_reductions=2))
     for _ in range(2):
