@@ -134,6 +134,19 @@ def test_actions_during_a_run_are_those_of_the_engine_that_heals(tmp_path: Path,
     assert incident["actions"] == ["roll_back", "reduce_learning_rate", "enable_grad_clip", "check_model_init"]
 
 
+@pytest.mark.parametrize("event", ["on_pre_optimizer_step", "on_optimizer_step", "on_step_end"])
+def test_wherever_a_rollback_is_asked_for_all_steps_are_counted_that_it_takes_from_the_weights(
+    tmp_path: Path, tokenizer: Any, event: str
+) -> None:
+    healing = SelfHealingCallback({"snapshot_interval": 2, "snapshot_verify_steps": 1})
+    ask = AtStep(6, healing, "rollback_checkpoint")
+    vars(ask).update({"on_step_end": lambda *_, **__: None, event: ask.on_step_end})
+    trainer = sft_trainer(tmp_path, tokenizer, max_steps=10, gradient_accumulation_steps=1, callbacks=[healing, ask])
+    trainer.train()
+    [updates] = {int(state["step"]) for state in trainer.optimizer.state.values()}
+    assert healing.get_report().steps_lost == 10 - updates
+
+
 def test_what_is_asked_for_before_healing_has_begun_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     healing = SelfHealingCallback()
 

@@ -164,6 +164,11 @@ class Reentry:
         return window if window is not None and window.start is not None else None
 
     @property
+    def uncounted(self) -> bool:
+        """Whether the update of a step is done that the Trainer has not counted yet."""
+        return self.phase is Phase.STEPPED and int(self._trainer.state.global_step) == self.finished_step
+
+    @property
     def moved(self) -> bool:
         """Whether a step was finished, or may have been begun to be applied, since `train()` was entered."""
         finished = int(self._trainer.state.global_step) > self._entry_step
@@ -199,8 +204,8 @@ class Reentry:
         return None if self.finished is None else self._resume_rng(self.finished)
 
     def _rewind_after_the_step(self) -> tuple[Bookkeeping, Pending]:
-        trainer, history = self._trainer, self._trainer.state.log_history
-        if int(trainer.state.global_step) == self.finished_step:
+        history = self._trainer.state.log_history
+        if self.uncounted:
             self._count_the_step()
         self._step_ends()
         over = self._epoch_began or self._epoch_end_done or self.events_done > 1

@@ -103,7 +103,8 @@ class NumericsRemedies:
         went = context.went_back = self._rollback.go_back(context.target, step - context.finished, incident.id)
         if went is None:
             return {"why": "there is no trusted state, neither in memory nor on disk", "happened": False}
-        in_step = context.window is not None and not context.finished
+        # The one that is judged, or one that a callback has asked in right after its update.
+        in_step = (context.window is not None and not context.finished) or instrument.reentry.uncounted
         if not context.finished:
             self._numerics.went_back(incident)
         # Between two steps, none is left out for it.
