@@ -159,25 +159,6 @@ class Cause(StrEnum):
     HARDER_DATA = "harder data"
 
 
-# Part of the place where the failure is noticed (a data loader worker, a call that is made again, a thread that
-# watches): they are written down, and cannot be asked for.
-IN_PLACE = frozenset(
-    {
-        Action.RETRY_CALL,
-        Action.QUARANTINE_SAMPLE,
-        Action.REPLACE_SAMPLE,
-        Action.GO_ON_WITHOUT,
-        Action.REMOVE_PARTIAL_CHECKPOINT,
-        Action.MAKE_ROOM,
-        Action.WRITE_STACKS,
-        Action.INTERRUPT,
-        Action.RESUME,
-        Action.SAVE_AND_LEAVE,
-        Action.EXIT_FOR_RESTART,
-    }
-)
-
-
 # A resume takes the learning rate from the checkpoint, and would fail as this run did.
 ASKS_FOR_A_NEW_RUN = frozenset({FailureType.LEARNING_RATE, FailureType.DIVERGENCE, FailureType.NONFINITE_NUMERICAL})
 

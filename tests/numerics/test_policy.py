@@ -12,10 +12,29 @@ from self_healing import (
     HealingContext,
     SelfHealingCallback,
 )
-from self_healing.failures.recipes import IN_PLACE, Given
+from self_healing.failures.recipes import Given
 from self_healing.healers.assembly import assemble
 from self_healing.healers.numerics.ladder import LadderRunner
 from self_healing.run.run import RecoveryBudget
+
+
+# Part of the place where the failure is noticed (a data loader worker, a call that is made again, a thread that
+# watches): they are written down, and cannot be asked for.
+IN_PLACE = frozenset(
+    {
+        Action.RETRY_CALL,
+        Action.QUARANTINE_SAMPLE,
+        Action.REPLACE_SAMPLE,
+        Action.GO_ON_WITHOUT,
+        Action.REMOVE_PARTIAL_CHECKPOINT,
+        Action.MAKE_ROOM,
+        Action.WRITE_STACKS,
+        Action.INTERRUPT,
+        Action.RESUME,
+        Action.SAVE_AND_LEAVE,
+        Action.EXIT_FOR_RESTART,
+    }
+)
 
 
 def test_every_action_of_every_recipe_is_carried_out(tmp_path: Path) -> None:
