@@ -7,8 +7,6 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any, Self, TypeVar
 
 import tenacity
@@ -204,22 +202,10 @@ def retry_after(error: BaseException | None) -> float | None:
         for holder in (attribute_of(each, "response"), each):
             get = attribute_of(attribute_of(holder, "headers"), "get")
             found = get("Retry-After") or get("retry-after") if callable(get) else None
-            if isinstance(found, str):
-                return _seconds(found)
+            # It may be a date as well, which is not waited for.
+            if isinstance(found, str) and found.strip().isdigit():
+                return float(found)
     return None
-
-
-def _seconds(value: str) -> float | None:
-    """Reads a `Retry-After` header: a number of seconds, or a date."""
-    if value.strip().isdigit():
-        return float(value)
-    try:
-        at = parsedate_to_datetime(value)
-    except ValueError:
-        return None
-    if at.tzinfo is None:
-        at = at.replace(tzinfo=UTC)
-    return max((at - datetime.now(UTC)).total_seconds(), 0.0)
 
 
 def _error_of(state: RetryCallState) -> BaseException | None:
