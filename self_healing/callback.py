@@ -217,8 +217,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         adopted: Run | None = getattr(trainer, _RUN_ATTRIBUTE, None)
         if self.run is not None and self.run.attached is not None:
             self.run.attached.detach()
-        ours = (each for each in trainer.callback_handler.callbacks if isinstance(each, SelfHealingCallback))
-        if next(ours, self) is not self:
+        if callback_of(trainer) not in (None, self):
             with speaking_of(args):
                 logger.warning(
                     "The trainer has more than one SelfHealingCallback; only the first one heals. Please remove the "
@@ -394,6 +393,12 @@ def report_of(run: Run) -> HealingReport:
         zclip_total_clips=0 if numerics.clipping is None else numerics.clipping.total,
         verdict=run.verdict,
     )
+
+
+def callback_of(trainer: Trainer) -> SelfHealingCallback | None:
+    """Finds the callback of a trainer, the first one if there are several."""
+    callbacks = trainer.callback_handler.callbacks
+    return next((each for each in callbacks if isinstance(each, SelfHealingCallback)), None)
 
 
 def adopt_run(trainer: Trainer, run: Run | None) -> None:

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from .actions import HealingActions
-from .callback import SelfHealingCallback, adopt_run, report_of
+from .callback import SelfHealingCallback, adopt_run, callback_of, report_of
 from .checkpoints.choice import CheckpointError, newest_checkpoint_of
 from .checkpoints.marker import step_of
 from .config.healing_config import HealingConfig, as_config
@@ -131,7 +131,7 @@ class SelfHealingTrainer:
         self.trainer: Any = trainer
         for callback in callbacks or ():
             trainer.add_callback(callback)
-        existing = self._find_callback()
+        existing = self.healing_callback
         self.config = as_config(existing.config if config is None and existing is not None else config)
         self._put_callback_in_force()
         self._sleep = sleep
@@ -243,7 +243,7 @@ class SelfHealingTrainer:
 
     def _train_without_healing(self, requested: Any, kwargs: dict[str, Any]) -> TrainOutput:
         """Trains as the plain Trainer does, after a failure of this library on one of several ranks."""
-        callback = self._find_callback()
+        callback = self.healing_callback
         assert callback is not None
         callback.off = True
         try:
@@ -355,16 +355,9 @@ class SelfHealingTrainer:
             )
             self.trainer.args.auto_find_batch_size = False
 
-    def _find_callback(self) -> SelfHealingCallback | None:
-        # Looked up each time: restore_callback_states_from_checkpoint=True puts a new object in its place.
-        for callback in self.trainer.callback_handler.callbacks:
-            if isinstance(callback, SelfHealingCallback):
-                return callback
-        return None
-
     def _put_callback_in_force(self) -> None:
         """Without a callback of these settings in the trainer, nothing is healed in a step."""
-        callback = self._find_callback()
+        callback = self.healing_callback
         if callback is None:
             self.trainer.add_callback(SelfHealingCallback(self.config))
             return
@@ -404,12 +397,13 @@ class SelfHealingTrainer:
     @property
     def healing_callback(self) -> SelfHealingCallback | None:
         """The callback that heals in the step; `None` if it was taken out of the trainer."""
-        return self._find_callback()
+        # Looked up each time: restore_callback_states_from_checkpoint=True puts a new object in its place.
+        return callback_of(self.trainer)
 
     @property
     def actions_engine(self) -> HealingActions | None:
         """Carries out actions by name, in the run of the callback."""
-        callback = self._find_callback()
+        callback = self.healing_callback
         if callback is None:
             return None
         callback.actions.trainer = self.trainer
@@ -432,7 +426,7 @@ class SelfHealingTrainer:
 
     def get_report(self) -> HealingReport:
         """Reports the last run of the trainer, whichever way its `train()` was called; else those on the disk."""
-        callback = self._find_callback()
+        callback = self.healing_callback
         runs = [self._run, None if callback is None else callback.run]
         run = max((each for each in runs if each is not None), key=lambda each: each.started_at, default=None)
         if run is None:

@@ -13,7 +13,7 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 from transformers import Trainer, TrainerCallback
 
-from ...callback import SelfHealingCallback
+from ...callback import SelfHealingCallback, callback_of
 from ...config.healing_config import HealingConfig
 from .entering import settings_of_the_process
 
@@ -38,9 +38,7 @@ class SelfHealingPlugin(BasePlugin):  # type: ignore[misc]  # axolotl need not b
 
     def add_callbacks_post_trainer(self, cfg: Mapping[str, Any], trainer: Trainer) -> list[TrainerCallback]:
         """Gives the callback that heals, unless the trainer has one."""
-        if any(isinstance(each, SelfHealingCallback) for each in trainer.callback_handler.callbacks):
-            return []
-        return [SelfHealingCallback(_config_in(cfg))]
+        return [SelfHealingCallback(_config_in(cfg))] if callback_of(trainer) is None else []
 
 
 def _config_in(cfg: Mapping[str, Any]) -> HealingConfig:

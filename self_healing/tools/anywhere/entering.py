@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers.trainer_utils import TrainOutput
 
-from ...callback import SelfHealingCallback, is_adopted
+from ...callback import callback_of, is_adopted
 from ...config.healing_config import HealingConfig
 from ...config.schema import ConfigurationError
 from ...healers.numerics.detectors.rules import load_rules
@@ -62,7 +62,7 @@ def way_in(
 def _config_for(trainer: Any) -> HealingConfig | None:
     """The settings for a trainer; `None` for those of the callback that the program has given it."""
     settings = settings_of_the_process()
-    theirs = next((each for each in trainer.callback_handler.callbacks if isinstance(each, SelfHealingCallback)), None)
+    theirs = callback_of(trainer)
     if theirs is None:
         return settings
     if given_settings() is not None and theirs.config != settings:
