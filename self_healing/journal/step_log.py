@@ -26,6 +26,9 @@ _EVERY, _SHARE = 1.0, 0.01
 
 _ROW = struct.Struct("<qIIId13d")
 _NAN = math.nan
+# What several rows in one hold: the mean of these, and the largest of those; of all others the newest.
+_MEANS = ("seconds", "busy", "loss", "grad_norm")
+_LARGEST = ("loss_max", "grad_norm_max", "memory", "memory_peak", "host_memory")
 
 
 class StepRow(NamedTuple):
@@ -125,31 +128,18 @@ def merged(rows: Iterable[StepRow], stride: int) -> Iterator[StepRow]:
 def _merge(rows: list[StepRow]) -> StepRow:
     if len(rows) == 1:
         return rows[0]
-    return rows[-1]._replace(
-        step=rows[0].step,
-        steps=sum(row.steps for row in rows),
-        skipped=sum(row.skipped for row in rows),
+    columns: dict[str, Any] = {"step": rows[0].step}
+    columns |= {column: sum(getattr(row, column) for row in rows) for column in ("steps", "skipped")}
+    for column in (*_MEANS, *_LARGEST):
         # What was left out has no loss.
-        seconds=_mean(rows, "seconds"),
-        busy=_mean(rows, "busy"),
-        loss=_mean(rows, "loss"),
-        loss_max=_largest(rows, "loss_max"),
-        grad_norm=_mean(rows, "grad_norm"),
-        grad_norm_max=_largest(rows, "grad_norm_max"),
-        memory=_largest(rows, "memory"),
-        memory_peak=_largest(rows, "memory_peak"),
-        host_memory=_largest(rows, "host_memory"),
-    )
-
-
-def _mean(rows: Iterable[StepRow], column: str) -> float:
-    known = [(getattr(row, column), row.steps) for row in rows if math.isfinite(getattr(row, column))]
-    total = sum(steps for _, steps in known)
-    return sum(value * steps for value, steps in known) / total if total else _NAN
-
-
-def _largest(rows: Iterable[StepRow], column: str) -> float:
-    return max((getattr(row, column) for row in rows if math.isfinite(getattr(row, column))), default=_NAN)
+        known = [(getattr(row, column), row.steps) for row in rows if math.isfinite(getattr(row, column))]
+        if not known:
+            columns[column] = _NAN
+        elif column in _LARGEST:
+            columns[column] = max(value for value, _ in known)
+        else:
+            columns[column] = sum(value * steps for value, steps in known) / sum(steps for _, steps in known)
+    return rows[-1]._replace(**columns)
 
 
 def _packed(rows: Collection[tuple[Any, ...]]) -> bytes:
