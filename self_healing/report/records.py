@@ -15,7 +15,9 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from ..journal.incident import BECAME, lost_steps
+from rich import filesize
+
+from ..journal.incident import BECAME, Incident, lost_steps
 from ..journal.incident import counted as counted
 from ..journal.step_log import StepRow
 from ..system.files import jsonable
@@ -47,21 +49,10 @@ class State:
     told: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class IncidentStory:
-    """One incident, from what was seen to what came of it."""
+@dataclass(slots=True)
+class IncidentStory(Incident):
+    """An incident as a report tells it, from what was seen to what came of it."""
 
-    id: str
-    step: int
-    symptom: str
-    failure: str | None
-    cause: str
-    severity: str
-    outcome: str
-    actions: list[str] = field(default_factory=list)
-    steps_lost: int = 0
-    steps_repeated: int = 0
-    seconds_lost: float = 0.0
     title: str = ""
     line: str = ""
     text: str = ""
@@ -71,7 +62,6 @@ class IncidentStory:
     closed: float | None = None
     rank: int = 0
     attempt: int = 0
-    evidence: Entry = field(default_factory=dict)
     story: list[Entry] = field(default_factory=list)
     rows: list[Entry] = field(default_factory=list)
     files: list[Entry] = field(default_factory=list)
@@ -311,11 +301,7 @@ def duration(seconds: float) -> str:
 
 def size(count: float | None) -> str:
     """Bytes, in the largest unit that leaves a digit before the point."""
-    if count is None:
-        return "-"
-    units = ("B", "KB", "MB", "GB", "TB")
-    place = min(int(math.log(max(count, 1), 1000)), len(units) - 1)
-    return f"{count / 1000**place:.{0 if place == 0 else 1}f} {units[place]}"
+    return "-" if count is None else filesize.decimal(int(count))
 
 
 def moment(at: float | None) -> str:

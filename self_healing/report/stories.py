@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,6 @@ from .records import Entry, IncidentStory, capital, plain, spoken
 
 # What every line of a journal has, and what is told in other words.
 _COMMON = frozenset({"schema", "time", "run", "rank", "attempt", "step", "kind", "incident"})
-# What a story has as the incident has it.
-_OF_INCIDENT = (
-    *("id", "step", "symptom", "cause", "outcome", "actions", "steps_lost", "steps_repeated", "seconds_lost"),
-    "evidence",
-)
 # Files of an incident, by the key that names them in evidence or in an action.
 _FILES = {
     "stacks": "stacks of all threads",
@@ -77,10 +72,10 @@ def _tell(names: Sequence[str], lines: Sequence[Event], places: Places, rows: Se
     recipe = None if incident.failure is None else FAILURE_RECIPES[incident.failure]
     symptom = spoken(incident.symptom.removeprefix("rule:"))
     unhealed = incident.outcome in ("unresolved", "fatal", "reported", "open")
+    known: dict[str, Any] = {each.name: getattr(incident, each.name) for each in fields(incident)}
+    known["severity"] = "error" if incident.outcome == "fatal" else incident.shown_severity
     return IncidentStory(
-        **{name: getattr(incident, name) for name in _OF_INCIDENT},
-        failure=None if incident.failure is None else incident.failure.value,
-        severity="error" if incident.outcome == "fatal" else incident.shown_severity,
+        **known,
         title=symptom if incident.cause in ("unknown", symptom) else f"{symptom}: {incident.cause}",
         line=headline(incident),
         text=describe(incident),
