@@ -26,12 +26,7 @@ from .healers.restarts.attempts import Attempts
 from .healers.restarts.ending import ending_the_job
 from .healers.restarts.preemption import Preemption
 from .healers.restarts.start import is_off, tell_of_unfinished
-from .healers.train_begin_end import (
-    end_run,
-    enter,
-    start_speaking,
-    stop_speaking,
-)
+from .healers.train_begin_end import end_run, enter, start_speaking, stop_speaking
 from .hf.patching import find_resume_path, find_trainer
 from .hf.saving import leave_out_of_uploads
 from .journal.incident import Incident

@@ -22,26 +22,14 @@ from .checkpoints.marker import step_of
 from .config.healing_config import HealingConfig, as_config
 from .config.schema import ConfigurationError
 from .failures.classify import add_note, classify_exception, describe_exception
-from .failures.recipes import (
-    FAILURE_RECIPES,
-    Action,
-    FailureType,
-    HealingFailed,
-    UnrecoverableTrainingError,
-    text_of,
-)
+from .failures.recipes import FAILURE_RECIPES, Action, FailureType, HealingFailed, UnrecoverableTrainingError, text_of
 from .healers.assembly import assemble
 from .healers.dry_run import DryRunReport, dry_run
 from .healers.hangs.healer import HangWatch
 from .healers.oom.healer import MemoryOutsideOfModel
 from .healers.restarts.attempts import Attempts, go_on_from_disk, take_up
 from .healers.restarts.emergency import publish, save_emergency_checkpoint
-from .healers.restarts.ending import (
-    Shutdown,
-    ending_the_job,
-    keep_snapshots_after_exit,
-    leave_snapshots,
-)
+from .healers.restarts.ending import Shutdown, ending_the_job, keep_snapshots_after_exit, leave_snapshots
 from .healers.restarts.preemption import Preemption
 from .healers.restarts.shared_memory import FinalSnapshot
 from .healers.restarts.start import (

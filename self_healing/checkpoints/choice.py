@@ -18,12 +18,7 @@ from ..failures.classify import describe_exception
 from ..ranks import votes
 from ..system import processes
 from ..system.files import EMERGENCY_DIR, PINNED_DIR
-from .marker import (
-    checkpoints_in,
-    load_marker,
-    speaks_for,
-    standing_of,
-)
+from .marker import checkpoints_in, load_marker, speaks_for, standing_of
 from .vetting import Verdict, breach_of_marker, vet
 
 
