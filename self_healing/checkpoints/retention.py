@@ -71,8 +71,6 @@ class RunCheckpoints:
         self._followed: dict[int, _Followed] = {}
         # Those that healthy steps make verified: what is not known to be finite never is.
         self.waiting: list[int] = []
-        # The one that is kept until it is known whether it is good.
-        self._pending: int | None = None
         # Of the last checkpoint, in bytes; 0 if this run has not written any yet.
         self._size = 0
         self._step = 0
@@ -141,8 +139,6 @@ class RunCheckpoints:
         pinned = theirs is not None and (marker["run"], marker["time"]) == (theirs["run"], theirs["time"])
         self._followed[step] = _Followed(checkpoint, standing, finite, pinned)
         self._count_waiting()
-        if self._pending == step and not pinned:
-            self._pending = None
         self._step = step
         with self._contained("Keeping a checkpoint"):
             self._size = _size_of(checkpoint)
@@ -160,8 +156,6 @@ class RunCheckpoints:
         good = [number for number in self.waiting if number <= step]
         for number in good:
             self._mark(number, "verified")
-        if self._pending is not None and self._pending <= step:
-            self._pending = None
         with self._contained("Keeping a checkpoint"):
             newest = self._followed[max(good)]
             if self._generations and not newest.pinned and self._has_room_for(newest.path):
@@ -183,8 +177,6 @@ class RunCheckpoints:
             if self._followed[number].pinned and self._followed[number].path != self._pin_of(number):
                 with self._contained("Removing a suspect checkpoint"):
                     self._remove(self._pin_of(number))
-        if self._pending in suspects:
-            self._pending = None
         return suspects
 
     def reinstate(self, suspects: Iterable[int]) -> list[int]:
@@ -229,15 +221,14 @@ class RunCheckpoints:
         return self.directory / f"checkpoint-{number}"
 
     def _pin_until_known(self, number: int) -> None:
-        """Takes a checkpoint out of the rotation's reach until it is known whether it is good."""
-        followed = self._followed[number]
-        if self._pending is not None or self._generations == 0:
+        """Takes a checkpoint out of the rotation's reach until it is known whether it is good; one at a time."""
+        if self._pinned_and_waiting() or self._generations == 0:
             return
-        if not followed.pinned:
-            if not self._has_room_for(followed.path) or standing_of(self._pin_of(number)) == "verified":
-                return
+        if self._has_room_for(self._followed[number].path) and standing_of(self._pin_of(number)) != "verified":
             self._link(number)
-        self._pending = number
+
+    def _pinned_and_waiting(self) -> list[int]:
+        return [number for number in self.waiting if self._followed[number].pinned]
 
     def _link(self, number: int) -> None:
         # Renamed when it is whole: a process killed in between leaves nothing that looks like a checkpoint.
@@ -263,8 +254,6 @@ class RunCheckpoints:
         number = number_of(pin)
         if number in self._followed:
             self._followed[number].pinned = False
-        if self._pending == number:
-            self._pending = None
 
     def _prune(self) -> None:
         """Removes all but the newest verified ones and the pending one."""
@@ -272,8 +261,7 @@ class RunCheckpoints:
         kept = [pin for pin in newest_first if standing_of(pin) == "verified"][: self._generations]
         if not kept:
             return
-        if self._pending is not None:
-            kept.append(self._pin_of(self._pending))
+        kept += map(self._pin_of, self._pinned_and_waiting())
         for pin in newest_first:
             if pin not in kept:
                 self._remove(pin)
