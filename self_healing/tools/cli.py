@@ -280,10 +280,7 @@ def replay(
         Path | None, typer.Option(help="Whose weights to use, in place of those kept or of the newest checkpoint.")
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(
-            help="Where the model comes from: a directory, a name on the Hub, or MODULE:FUNCTION that builds it."
-        ),
+        str | None, typer.Option(help="Where the model comes from: a directory, or a name on the Hub.")
     ] = None,
     show: Annotated[bool, typer.Option("--list", help="List the incidents whose batch was kept.")] = False,
     as_json: _AsJson = False,

@@ -171,8 +171,7 @@ def replay(
             The weights to compute with. Defaults to those kept with the incident, or else to the newest checkpoint
             from before it whose weights are finite and that is not suspect.
         model (`str`, *optional*):
-            Where the model comes from, if not from where it came: a directory, a name on the Hub, or
-            `"module:function"`.
+            Where the model comes from, if not from where it came: a directory, or a name on the Hub.
 
     Returns:
         [`ReplayReport`]: Whether it comes back, and in which module and row.

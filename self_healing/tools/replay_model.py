@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import pkgutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,14 +62,11 @@ _ROWS: Mapping[str, list[dict[str, Any]]] = {
 def build_model(blueprint: Mapping[str, Any], weights: WeightsChoice, model: str | None, all_weights: bool) -> Any:
     """Builds the model of a run again, with weights in it that are those chosen, or that those chosen are put over."""
     written = blueprint["model"]
-    if model is not None and ":" in model and not Path(model).exists():
-        return call_function(model)
     cls = _library_class(written["class"])
     if cls is None or not hasattr(cls, "from_pretrained") or not written["config"]:
         raise ReplayError(
             f"The model is a {written['class'][1]} of {written['class'][0]}, which cannot be built from a "
-            "configuration. Please name a function that builds it, --model MODULE:FUNCTION, in the directory of its "
-            f"module. Or: {IN_PYTHON}"
+            f"configuration. {IN_PYTHON}"
         )
     options = _options(written)
     adapters = written["adapters"]
@@ -225,18 +220,3 @@ def _found(name_or_path: str | None, blueprint: Mapping[str, Any]) -> str | None
         return None
     then = Path(blueprint["directory"], name_or_path)
     return str(then) if not Path(name_or_path).exists() and then.is_dir() else name_or_path
-
-
-def call_function(name: str) -> Any:
-    """Calls `module:function`, which builds a model; the module may lie in the working directory."""
-    sys.path.insert(0, "")
-    try:
-        build = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError) as error:
-        raise ReplayError(f"--model {name}: it cannot be imported ({error}). Run this in its directory.") from None
-    finally:
-        sys.path.remove("")
-    model = build()
-    if not isinstance(model, torch.nn.Module):
-        raise ReplayError(f"--model {name}: it returned {type(model).__name__}, and not a torch.nn.Module.")
-    return model

@@ -150,7 +150,7 @@ def test_the_command_says_what_came_of_it_by_text_and_exit_code(finished: Finish
         (["nowhere"], "There is no healing_events.jsonl in nowhere"),
         (["{run}", "99"], "Those with a batch:"),
         (["{run}", "--checkpoint", "nowhere"], "--checkpoint nowhere: its weights cannot be loaded"),
-        (["{run}", "--model", "nowhere:build"], "--model nowhere:build: it cannot be imported"),
+        (["{run}", "--model", "nowhere"], "The model could not be loaded from nowhere"),
     ],
 )
 def test_what_cannot_be_replayed_is_a_clear_error(finished: FinishedRun, arguments: list[str], told: str) -> None:
