@@ -12,9 +12,8 @@ from typing import Any
 from .tensors import Findings, Unusable, first_bad, load_archive, reading
 
 
-# Its files that name the folder to load; written last, by the first rank.
+# Its file that names the folder to load; written last, by the first rank.
 _LATEST = "latest"
-_LATEST_UNIVERSAL = "latest_universal"
 _FOLDERS = "global_step*"
 _STEP = re.compile(r"global_step(\d+)")
 # As `DeepSpeedEngine._get_ckpt_name` and `_get_rank_zero_ckpt_name` call them (0.19.8), for a model in one part.
@@ -32,8 +31,7 @@ _SCRIPT = "zero_to_fp32.py"
 
 def is_of_deepspeed(checkpoint: Path) -> bool:
     """Whether DeepSpeed has written into a checkpoint."""
-    pointers = any((checkpoint / name).is_file() for name in (_LATEST, _LATEST_UNIVERSAL))
-    return pointers or any(folder.is_dir() for folder in checkpoint.glob(_FOLDERS))
+    return (checkpoint / _LATEST).is_file() or any(folder.is_dir() for folder in checkpoint.glob(_FOLDERS))
 
 
 @dataclass
@@ -113,21 +111,16 @@ def check_deepspeed(checkpoint: Path, step: int | None, findings: Findings) -> N
     Refuses a checkpoint if what DeepSpeed would load lacks the part of a rank, is torn or of another step, or holds
     weights that are not finite.
     """
-    pointers = [file for name in (_LATEST, _LATEST_UNIVERSAL) if (file := checkpoint / name).is_file()]
-    if not pointers:
+    if not (checkpoint / _LATEST).is_file():
         raise Unusable(f"{_LATEST} is missing: DeepSpeed writes it when all is written, and finds by it what to load")
-    folders = {pointer.name: _Folder.named_by(pointer) for pointer in pointers}
-    regular = folders.get(_LATEST)
-    if regular is not None:
-        _check_parts(regular)
-        _check_step(regular, step, findings)
-        no_schedule = bool(regular.said) and all(each.get("lr_scheduler") is None for each in regular.said)
-        if step is not None and no_schedule and not (checkpoint / "scheduler.pt").is_file():
-            raise Unusable("scheduler.pt is missing: the learning rate's schedule is in no other file")
-    for folder in folders.values():
-        _check_files(folder)
-    if regular is not None:
-        findings.notes.append(f"written by {regular.job}; its optimizer state was not searched for NaN")
+    folder = _Folder.named_by(checkpoint / _LATEST)
+    _check_parts(folder)
+    _check_step(folder, step, findings)
+    no_schedule = bool(folder.said) and all(each.get("lr_scheduler") is None for each in folder.said)
+    if step is not None and no_schedule and not (checkpoint / "scheduler.pt").is_file():
+        raise Unusable("scheduler.pt is missing: the learning rate's schedule is in no other file")
+    _check_files(folder)
+    findings.notes.append(f"written by {folder.job}; its optimizer state was not searched for NaN")
 
 
 def _check_parts(folder: _Folder) -> None:
@@ -205,13 +198,10 @@ def why_of_another_job(checkpoint: Path, job: ZeroJob | None) -> str | None:
         if script.is_file():
             weights = f"put its weights together (python {script} {checkpoint} NEW_DIRECTORY) and load them"
         return f"{whose}. What to do: start the job as before, or {weights} as the model of a new run"
-    pointer = checkpoint / (_LATEST_UNIVERSAL if job.universal else _LATEST)
-    if not pointer.is_file():
-        change = "remove" if job.universal else "add"
-        return f"there is no {pointer.name} in it. What to do: {change} {_UNIVERSAL}"
     if job.universal:
+        # What was converted is for a job of any kind.
         return None
-    folder = _Folder.named_by(pointer)
+    folder = _Folder.named_by(checkpoint / _LATEST)
     was = folder.job
     if job.loads(was):
         return None
