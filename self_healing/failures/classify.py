@@ -188,10 +188,9 @@ _IN_BETWEEN = ("self_healing", "tenacity")
 
 def drop_own_frames(error: BaseException) -> None:
     """Takes what lies in between, ours and that of retries, out of the traceback of an error that others raised."""
-    chain = [*_chain_of(error)]
-    for each in chain:
-        if isinstance(each, recipes.HealingFailed):
-            return
+    chain = [*causes_of(error, shown=True)]
+    if any(isinstance(each, recipes.HealingFailed) for each in chain):
+        return
     for each in chain:
         kept, entry, last = list[types.TracebackType](), each.__traceback__, None
         while entry is not None:
@@ -239,22 +238,14 @@ def classify_exception(error: BaseException) -> FailureType:
     return FailureType.USER_CODE
 
 
-def causes_of(error: BaseException | None) -> Iterator[BaseException]:
-    """Gives an exception and those that it was raised from."""
+def causes_of(error: BaseException | None, shown: bool = False) -> Iterator[BaseException]:
+    """Gives an exception and those that it was raised from; or all that are `shown` before it by Python."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__
-
-
-def _chain_of(error: BaseException | None) -> Iterator[BaseException]:
-    """Gives an exception and those that Python shows before it."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        context = error.__context__ if shown and not error.__suppress_context__ else None
+        error = error.__cause__ or context
 
 
 def _classify_one(error: BaseException) -> FailureType | None:
@@ -469,4 +460,4 @@ def match_known_error(
 
 def _texts(error: BaseException | None) -> list[str]:
     # With notes, as Python prints it; the type with its module, which tells what torch.compile raises.
-    return ["".join(traceback.format_exception_only(each))[:_LONGEST] for each in _chain_of(error)]
+    return ["".join(traceback.format_exception_only(each))[:_LONGEST] for each in causes_of(error, shown=True)]
