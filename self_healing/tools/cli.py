@@ -69,6 +69,9 @@ class Preset(StrEnum):
 
 _RunDir = Annotated[Path, typer.Argument(help="The output_dir (or healing_dir) of a run.")]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Settings = Annotated[
+    Path | None, typer.Option("--config", help="A TOML file of settings (self-healing config writes one).")
+]
 # Of `report`, by the state of the run; 2 is a directory without a journal.
 _EXIT_CODES = {"stopped": 1, "left": 1, "died": 1, "running": 3, "unknown": 4}
 
@@ -422,9 +425,7 @@ def run(
         Preset | None,
         typer.Option(help="Which settings to use. Left out, those that SELF_HEALING_PRESET names in the environment."),
     ] = None,
-    settings: Annotated[
-        Path | None, typer.Option("--config", help="A TOML file of settings (self-healing config writes one).")
-    ] = None,
+    settings: _Settings = None,
 ) -> None:
     """
     Run a program that trains, healed. For example: self-healing run -- trl sft --config sft.yaml
@@ -482,9 +483,7 @@ def judge(
     objective: Annotated[
         str | None, typer.Option(help="What was trained, such as sft or grpo.", show_default="told by the columns")
     ] = None,
-    settings: Annotated[
-        Path | None, typer.Option("--config", help="A TOML file of settings (self-healing config writes one).")
-    ] = None,
+    settings: _Settings = None,
     vocabulary: Annotated[int | None, typer.Option(help="Tokens the model knows.", min=2)] = None,
     as_json: _AsJson = False,
 ) -> None:
