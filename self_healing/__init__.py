@@ -46,41 +46,31 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# The same names, by the module that each is imported from.
-_MODULE_OF = {
-    "FAILURE_RECIPES": "failures.recipes",
-    "Action": "failures.recipes",
-    "CheckpointError": "checkpoints.choice",
-    "ConfigurationError": "config.schema",
-    "DryRunReport": "healers.dry_run",
-    "FailureType": "failures.recipes",
-    "Finding": "healers.inspection",
-    "HealingActions": "actions",
-    "HealingConfig": "config.healing_config",
-    "HealingContext": "run.healer",
-    "HealingReport": "report.healing_report",
-    "Incident": "journal.incident",
-    "Inspection": "healers.inspection",
-    "Judgement": "tools.judge",
-    "NaNDetector": "healers.numerics.nan_detector",
-    "Recipe": "failures.recipes",
-    "ReplayError": "tools.replay_model",
-    "ReplayReport": "tools.replay",
-    "SelfHealingCallback": "callback",
-    "SelfHealingTrainer": "trainer",
-    "Snapshot": "rollback.snapshots",
-    "SnapshotRing": "rollback.ring",
-    "StepSignals": "hf.objective",
-    "Target": "failures.recipes",
-    "UnrecoverableTrainingError": "failures.recipes",
-    "ZClip": "healers.numerics.clipping",
-    "check_data_quality": "healers.inspection",
-    "check_model_init": "healers.inspection",
-    "classify_exception": "failures.classify",
-    "find_trusted_checkpoint": "checkpoints.choice",
-    "judge_log": "tools.judge",
-    "replay": "tools.replay",
+# The same names, by the module that they are imported from.
+_NAMES_IN = {
+    "actions": ("HealingActions",),
+    "callback": ("SelfHealingCallback",),
+    "checkpoints.choice": ("CheckpointError", "find_trusted_checkpoint"),
+    "config.healing_config": ("HealingConfig",),
+    "config.schema": ("ConfigurationError",),
+    "failures.classify": ("classify_exception",),
+    "failures.recipes": ("FAILURE_RECIPES", "Action", "FailureType", "Recipe", "Target", "UnrecoverableTrainingError"),
+    "healers.dry_run": ("DryRunReport",),
+    "healers.inspection": ("Finding", "Inspection", "check_data_quality", "check_model_init"),
+    "healers.numerics.clipping": ("ZClip",),
+    "healers.numerics.nan_detector": ("NaNDetector",),
+    "hf.objective": ("StepSignals",),
+    "journal.incident": ("Incident",),
+    "report.healing_report": ("HealingReport",),
+    "rollback.ring": ("SnapshotRing",),
+    "rollback.snapshots": ("Snapshot",),
+    "run.healer": ("HealingContext",),
+    "tools.judge": ("Judgement", "judge_log"),
+    "tools.replay": ("ReplayReport", "replay"),
+    "tools.replay_model": ("ReplayError",),
+    "trainer": ("SelfHealingTrainer",),
 }
+_MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}
 
 __all__ = sorted(_MODULE_OF)
 
