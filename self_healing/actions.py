@@ -91,24 +91,22 @@ class HealingActions:
             UnrecoverableTrainingError: For `STOP`, during a run.
             ValueError: For an action that is not known; nothing is done then.
         """
-        asked = _actions_in(actions)
+        asked, given = _actions_in(actions), context if isinstance(context, Mapping) else {}
         run: Run | None = None if self.callback is None else self.callback.run
         if run is not None and isinstance(context, HealingContext):
             context.instrument = context.instrument or run.attached
             self._in_run(run, asked, context, training_args)
-        elif (run is None or run.attached is None) and self.callback and find_trainer(self.callback) is not None:
-            why = "healing begins later in on_train_begin: please ask for it from the first step on"
-            for action in asked:
-                self._note(action, {"why": why})
-        elif run is None or run.attached is None:
-            given = context if isinstance(context, Mapping) else {}
-            for action in asked:
-                self._note(action, self._on_arguments(action, given, training_args))
-        else:
-            given = context if isinstance(context, Mapping) else {}
+        elif run is not None and run.attached is not None:
             evidence = {name: jsonable(value) for name, value in given.items() if name not in _LOOKED_AT}
             with run.incident(run.step, str(evidence.pop("symptom", "by hand")), evidence) as opened:
                 self._in_run(run, asked, HealingContext(opened.incident, run.attached), training_args)
+        elif self.callback and find_trainer(self.callback) is not None:
+            why = "healing begins later in on_train_begin: please ask for it from the first step on"
+            for action in asked:
+                self._note(action, {"why": why})
+        else:
+            for action in asked:
+                self._note(action, self._on_arguments(action, given, training_args))
         return training_args
 
     def _note(self, action: Action, result: Mapping[str, Any]) -> None:
