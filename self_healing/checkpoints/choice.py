@@ -24,21 +24,10 @@ from .vetting import Verdict, breach_of_marker, vet
 
 logger = logging.getLogger("self_healing")
 
-# Errors that neither waiting nor making room cures.
-_NEVER_WRITABLE = frozenset(
-    {
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-        # The missing directories are made, so it is a place where none can be, or a working directory that is gone.
-        errno.ENOENT,
-        errno.ENOTDIR,
-        errno.EEXIST,
-        errno.EISDIR,
-        errno.ENAMETOOLONG,
-        errno.ELOOP,
-    }
-)
+# Errors that neither waiting nor making room cures. The missing directories are made, so what is not found is a place
+# where none can be, or a working directory that is gone.
+_NEVER_WRITABLE = PermissionError, FileNotFoundError, NotADirectoryError, FileExistsError, IsADirectoryError
+_NEVER_WRITABLE_ERRNOS = frozenset({errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP})
 
 
 class CheckpointError(ValueError):
@@ -215,4 +204,5 @@ def _why_unwritable(directory: Path) -> str | None:
             return None
     except OSError as error:
         # A disk that is full, or a server that does not answer, may be well again when the first checkpoint is due.
-        return describe_exception(error) if error.errno in _NEVER_WRITABLE else None
+        never = isinstance(error, _NEVER_WRITABLE) or error.errno in _NEVER_WRITABLE_ERRNOS
+        return describe_exception(error) if never else None
