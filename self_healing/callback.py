@@ -238,21 +238,19 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         run.journal.notify = partial(self._tell_callbacks, trainer)
         if not run.part(Attempts).entries:
             self._hide_own_files(args)
-        enter(run, trainer, self._rules, resumed_from, self._state_of(state))
+        saved, self._saved_state = self._saved_state, None
+        if state.global_step == 0:
+            saved = None
+        elif saved is None:
+            # Without restore_callback_states_from_checkpoint the state is in the checkpoint all the same.
+            saved = healing_state_of(state.stateful_callbacks)
+        enter(run, trainer, self._rules, resumed_from, saved)
         if adopted is None and args.auto_find_batch_size:
             logger.warning(
                 "auto_find_batch_size=True starts over with a smaller batch after an out-of-memory error that could "
                 "not be healed in place. Please set it to False, or train with SelfHealingTrainer(trainer).train(), "
                 "which sets it."
             )
-
-    def _state_of(self, state: Any) -> dict[str, Any] | None:
-        """Gives the healing state in the checkpoint that a run goes on from."""
-        saved, self._saved_state = self._saved_state, None
-        if saved is None and state.global_step > 0:
-            # Without restore_callback_states_from_checkpoint the state is in the checkpoint all the same.
-            saved = healing_state_of(state.stateful_callbacks)
-        return saved if state.global_step > 0 else None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run, left_by = self.run, None

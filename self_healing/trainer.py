@@ -216,7 +216,7 @@ class SelfHealingTrainer:
                 run.part(Preemption).release,
                 partial(self._let_go, run),
                 partial(leave_snapshots, run),
-                partial(self._release_states, run),
+                *(() if run.device_lost else (run.rollback.release,)),
                 reporting.detach,
                 run.part(HangWatch).close,
                 partial(write_closing_report, run),
@@ -330,10 +330,6 @@ class SelfHealingTrainer:
                 return
             run.attached.reentry.release()
             run.attached = None
-
-    def _release_states(self, run: Run) -> None:
-        if not run.device_lost:
-            run.rollback.release()
 
     def _switch_off_auto_find_batch_size(self) -> None:
         if self.trainer.args.auto_find_batch_size:
