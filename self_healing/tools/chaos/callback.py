@@ -82,7 +82,6 @@ class Chaos(TrainerCallback):
         self._trainer, schedule = trainer, self._schedule
         schedule.has_rewards = bool(plain_rewards(trainer))
         schedule.draw(int(state.max_steps), args.process_index, args.world_size)
-        schedule.read_ledger()
         schedule.step.value = int(state.global_step)
         run_dir = str(Path(_healing_dir(trainer) or args.output_dir).absolute())
         told = {"faults": schedule.keys, "at": schedule.steps, "on": schedule.ranks}
@@ -111,7 +110,6 @@ class Chaos(TrainerCallback):
         self._schedule.step.value = int(state.global_step)
         if self._trainer is None:
             return
-        self._schedule.look_at_other_ranks()
         for number in self._schedule.due("torn_checkpoint"):
             tear_checkpoint(self._schedule, number, args.output_dir)
         self._model.change_weights()

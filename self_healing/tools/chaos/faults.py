@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.sharedctypes import RawArray, RawValue
+from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from typing import Any, Literal
 
@@ -200,6 +200,8 @@ class Ledger:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
         self.rank = 0
+        # As they were when the file had as many bytes.
+        self._bytes, self._strikes = 0, list[Strike]()
 
     def write(self, event: str, **fields: Any) -> None:
         """Appends one line."""
@@ -212,7 +214,10 @@ class Ledger:
         return parse_lines(self.path.read_text("utf-8"))[0] if self.path.exists() else []
 
     def strikes(self) -> list[Strike]:
-        """Reads all strikes in the order they came."""
+        """Reads all strikes in the order they came, and again only where something was written since."""
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if size == self._bytes:
+            return self._strikes
         found: dict[tuple[str, int, int], Strike] = {}
         for line in self.lines():
             if line["event"] == "run":
@@ -224,7 +229,8 @@ class Ledger:
             else:
                 found[key].effect = line["effect"]
             found[key].detail.update(line["detail"])
-        return list(found.values())
+        self._bytes, self._strikes = size, list(found.values())
+        return self._strikes
 
     def run_dirs(self) -> list[str]:
         """Gives the directories of the rehearsal's journals, each once."""
@@ -287,13 +293,8 @@ class Schedule:
         self.ranks = [0] * len(self.faults)
         # Whether the trainer has reward functions: a network error without `where` strikes there.
         self.has_rewards = False
-        # Shared with data loader workers, which are forked with a copy of everything else: optimizer steps finished...
+        # Optimizer steps finished: shared with data loader workers, which are forked with a copy of everything else.
         self.step = RawValue("q", 0)
-        # ... and of each fault how often it has struck, in which step last, and the bad sample.
-        self.counts, self._last = RawArray("q", len(self.faults)), RawArray("q", [-1] * len(self.faults))
-        self.bad_index = RawArray("q", [-1] * len(self.faults))
-        # What identifies the rows that are poison samples from now on.
-        self.poison: set[str] = set()
         self.lock = multiprocessing.RLock()
 
     def draw(self, max_steps: int, rank: int, ranks: int) -> None:
@@ -302,22 +303,14 @@ class Schedule:
         self.ranks = strike_ranks(self.faults, ranks, self.seed)
         self.rank = self.ledger.rank = rank
 
-    def read_ledger(self) -> None:
-        """Takes over what earlier processes of this rehearsal and other ranks have done."""
-        for strike in self.ledger.strikes():
-            self.poison.update(strike.detail.get("rows", ()))
-            if strike.fault in self.keys:
-                number = self.keys.index(strike.fault)
-                self.counts[number] = max(self.counts[number], strike.count)
-                self._last[number] = max(self._last[number], strike.step)
-                self.bad_index[number] = strike.detail.get("index", self.bad_index[number])
+    def strikes_of(self, number: int) -> list[Strike]:
+        """Gives the strikes of a fault in this process, in earlier ones of this rehearsal, and on other ranks."""
+        return [strike for strike in self.ledger.strikes() if strike.fault == self.keys[number]]
 
-    def look_at_other_ranks(self) -> None:
-        """One rank finds what is wrong with the data, and from then on all of them meet it."""
-        of_others = [number for number, rank in enumerate(self.ranks) if rank != self.rank and not self.counts[number]]
-        of_data = [n for n in of_others if self.faults[n].kind in ("bad_sample", "poison_samples")]
-        if any(self.step.value > self.steps[number] for number in of_data):
-            self.read_ledger()
+    @property
+    def poison(self) -> set[str]:
+        """What identifies the rows that are poison samples from now on, on all ranks."""
+        return {row for strike in self.ledger.strikes() for row in strike.detail.get("rows", ())}
 
     def has(self, *kinds: str) -> bool:
         """Whether one of these kinds was asked for."""
@@ -338,24 +331,23 @@ class Schedule:
         for number, fault in enumerate(self.faults):
             if fault.kind not in kinds or self.ranks[number] != self.rank or step < self.steps[number]:
                 continue
-            fresh = KINDS[fault.kind].counts_calls or step > self._last[number]
+            struck = self.strikes_of(number)
+            fresh = KINDS[fault.kind].counts_calls or all(step > strike.step for strike in struck)
             if place in (None, self.place_of(fault)) and (
-                fault.limit is None or (self.counts[number] < fault.limit and fresh)
+                fault.limit is None or (len(struck) < fault.limit and fresh)
             ):
                 yield number
 
     @contextlib.contextmanager
     def strike(self, number: int, **detail: Any) -> Iterator[dict[str, Any]]:
         """Writes down a strike and then, unless the process is gone, what came of it (`effect` in what it gives)."""
-        step, fault = int(self.step.value), self.faults[number]
-        self.counts[number] += 1
-        self._last[number], count = step, self.counts[number]
+        step, fault, struck = int(self.step.value), self.faults[number], self.strikes_of(number)
         result: dict[str, Any] = {"effect": True}
         # One that always strikes is written down the first time: nothing new comes of the rest.
-        if fault.limit is None and count > 1:
+        if fault.limit is None and struck:
             yield result
             return
-        about = {"fault": self.keys[number], "count": count}
+        about = {"fault": self.keys[number], "count": len(struck) + 1}
         self.ledger.write("strike", **about, kind=fault.kind, step=step, detail=detail)
         logger.warning("Chaos: %s strikes at step %d (rank %d).", self.keys[number], step, self.rank)
         try:

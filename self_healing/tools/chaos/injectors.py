@@ -85,20 +85,21 @@ class ModelFaults:
 
     def _bad_rows(self) -> list[int]:
         due = list(self._schedule.due("poison_samples"))
-        if not due and not self._schedule.poison:
+        poison = self._schedule.poison
+        if not due and not poison:
             return []
         rows = rows_of(self._inputs)
         for number in due:
             fault = self._schedule.faults[number]
             candidates = [row for row, tokens in rows if fault.token is None or fault.token in tokens]
             if fault.token is None or candidates:
-                key, count = self._schedule.keys[number], self._schedule.counts[number]
+                key, count = self._schedule.keys[number], len(self._schedule.strikes_of(number))
                 rng = random.Random(f"{self._schedule.seed} {key} {count}")
                 chosen = rng.sample(candidates, min(int(fault.get("rows")), len(candidates)))
                 with self._schedule.strike(number, rows=chosen) as result:
-                    self._schedule.poison.update(chosen)
+                    poison.update(chosen)
                     result["effect"] = bool(chosen)
-        return [place for place, (row, _) in enumerate(rows) if row in self._schedule.poison]
+        return [place for place, (row, _) in enumerate(rows) if row in poison]
 
     def _keep_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keeps what the outermost model was called with; one further inside only where it has the tokens."""
@@ -239,12 +240,12 @@ def _on_loading(schedule: Schedule, indices: Any) -> None:
         if fault.kind != "bad_sample" or not wanted or schedule.step.value < schedule.steps[number]:
             continue
         with schedule.lock:
-            if fault.index is not None:
-                schedule.bad_index[number] = fault.index
-            elif schedule.bad_index[number] < 0 and schedule.ranks[number] == schedule.rank:
-                schedule.bad_index[number] = wanted[0]
-            bad = schedule.bad_index[number]
-            if bad in wanted and (fault.limit is None or schedule.counts[number] < fault.limit):
+            struck, bad = schedule.strikes_of(number), fault.index
+            if bad is None and struck:
+                bad = struck[0].detail["index"]
+            elif bad is None and schedule.ranks[number] == schedule.rank:
+                bad = wanted[0]
+            if bad in wanted and (fault.limit is None or len(struck) < fault.limit):
                 with schedule.strike(number, index=bad):
                     raise SampleError(f"sample {bad} cannot be decoded (rehearsed by self_healing.chaos)")
 
