@@ -13,7 +13,7 @@ from torch import nn
 
 from ...config.schema import ConfigurationError
 from ...failures.recipes import FailureType, UnrecoverableTrainingError
-from ...hf.state import local
+from ...hf.state import Search, named_gradients_of
 from ...ranks import votes
 from ...system.processes import own_rank, world_size
 
@@ -109,11 +109,11 @@ class NaNDetector:
         Raises:
             UnrecoverableTrainingError: If they are not, with `action="raise"`.
         """
-        gradients = [local(each.grad) for each in model.parameters() if each.grad is not None]
-        dense = [each.coalesce().values() if each.is_sparse else each for each in gradients]
-        device = dense[0].device if dense else _device()
-        finite = all(bool(torch.stack(flags).all()) for flags in _by_device(dense).values())
-        return self._is_good(finite, "a gradient is NaN or Inf", "a gradient", step, device)
+        search, device = Search(), _device()
+        for name, gradient in named_gradients_of(model):
+            search.add(name, gradient, inf=True)
+            device = gradient.device
+        return self._is_good(not search.nonfinite(), "a gradient is NaN or Inf", "a gradient", step, device)
 
     @property
     def should_rollback(self) -> bool:
@@ -139,14 +139,6 @@ class NaNDetector:
         if self.action == "warn" or self.should_rollback:
             logger.warning("%s", told)
         return False
-
-
-def _by_device(tensors: list[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
-    """Whether each tensor is finite, to be read once for each device."""
-    found: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault(tensor.device, []).append(torch.isfinite(tensor).all())
-    return found
 
 
 def _device() -> torch.device:
