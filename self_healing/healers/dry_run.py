@@ -176,7 +176,7 @@ def dry_run(trainer: Trainer, num_steps: int = 2, rules_file: str | None = None)
             "the trainer. Please train a few steps of another trainer instead: max_steps=2 and another output_dir."
         )
     report, clock = DryRunReport(), _Clock()
-    report.data, report.model = _inspected(trainer)
+    _inspect(trainer, report)
     look = _Look(trainer, report, rules_file)
     # At once: a reward function that lacks a column raises in the first step.
     look.advise("reward functions", look.lacking_columns)
@@ -406,30 +406,22 @@ def _text_of(completion: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 
 
-def _inspected(trainer: Trainer) -> tuple[Inspection | None, Inspection | None]:
+def _inspect(trainer: Trainer, report: DryRunReport) -> None:
     network: Any = trainer.model
-    data = None
-    if trainer.train_dataset is not None and not _keeps_position(trainer.train_dataset):
-        rows, length = trainer.train_dataset, _cut_off_at(trainer.args)
-        data = _attempted(trainer, "training data", lambda: check_data_quality(rows, vocabulary_of(network), length))
-    model = _attempted(trainer, "model", lambda: check_model_init(network))
-    return data, model
+    with contained(logger, "The training data could not be looked at; the steps of the dry run go on."):
+        if trainer.train_dataset is not None and not _keeps_position(trainer.train_dataset):
+            longest = _cut_off_at(trainer.args)
+            report.data = check_data_quality(trainer.train_dataset, vocabulary_of(network), longest)
+    with contained(logger, "The model could not be looked at; the steps of the dry run go on."):
+        report.model = check_model_init(network)
+    for what, found in (("training data", report.data), ("model", report.model)):
+        if found is not None and not found.clean and trainer.is_world_process_zero():
+            logger.warning("Before the dry run, in the %s: %s", what, found)
 
 
 def _keeps_position(dataset: Any) -> bool:
     """Whether what is read of a stream may be gone; those of `datasets` begin anew each time."""
     return isinstance(dataset, torch.utils.data.IterableDataset) and not hasattr(dataset, "take")
-
-
-def _attempted(trainer: Trainer, what: str, look: Callable[[], Inspection]) -> Inspection | None:
-    try:
-        found = look()
-    except Exception:
-        logger.warning("The %s could not be looked at; the steps of the dry run go on.", what, exc_info=True)
-        return None
-    if trainer.is_world_process_zero() and not found.clean:
-        logger.warning("Before the dry run, in the %s: %s", what, found)
-    return found
 
 
 def _cut_off_at(args: Any) -> int | None:
