@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -58,10 +57,7 @@ def job(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.heals("exception", "ddp", partly="ends the job; the next start goes on, from memory where it can")
-def test_an_exception_ends_the_rank_that_waits_for_the_one_it_came_on(
-    job: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
+def test_an_exception_ends_the_rank_that_waits_for_the_one_it_came_on(job: Any) -> None:
     # It keeps its connections: as with NCCL, nothing tells the other rank.
     two = job(fault="exception", stays=True, config={"launcher_restarts": "yes"})
     code, seconds = two.end_of(0)
@@ -81,8 +77,6 @@ def test_an_exception_ends_the_rank_that_waits_for_the_one_it_came_on(
     assert "Rank 0: waits in" in faulty["ranks"]["where_they_were"]
     (incident,) = journal(two.directory, "diagnosed")
     assert (incident["failure"], incident["cause"]) == ("process_died", "rank 1: user_code")
-    # What torch's flight recorder has of them.
-    assert re.match(r"gloo:\w+ number \d+ of default_pg, ", incident["evidence"]["unfinished_collectives"][-1])
 
 
 @pytest.mark.slow

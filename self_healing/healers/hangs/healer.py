@@ -14,7 +14,7 @@ from ...ranks.messages import Failure, Position, failure_of, where_all_are
 from ...run.healer import Claim, Healer, claim_for
 from ...run.run import Run
 from ...system.processes import EXIT_FOR_RESTART, restarts_on_exit
-from .threads import keep_stacks, unfinished_collectives
+from .threads import keep_stacks
 from .watchdog import Watchdog, leave_process, within
 
 
@@ -227,16 +227,15 @@ class HangWatch(Healer):
         }
         incident = journal.open(run.step, "failure_on_another_rank", evidence)
         told = str(failure)
-        found: dict[str, Any] = {"diagnosis": f"{told[0].upper()}{told[1:]}. {where_all_are(everywhere)}"}
-        if unfinished := unfinished_collectives():
-            found["unfinished_collectives"] = unfinished
-        journal.diagnosed(incident, FailureType.PROCESS_DIED, f"{failure.whose}: {failure.failure.value}", found)
-        keep_stacks(journal, incident, found["diagnosis"], self._watchdog.training_thread)
+        diagnosis = f"{told[0].upper()}{told[1:]}. {where_all_are(everywhere)}"
+        cause = f"{failure.whose}: {failure.failure.value}"
+        journal.diagnosed(incident, FailureType.PROCESS_DIED, cause, {"diagnosis": diagnosis})
+        keep_stacks(journal, incident, diagnosis, self._watchdog.training_thread)
         if code is None:
-            logger.error("Another rank has failed; this one keeps running (on_hang). %s", found["diagnosis"])
+            logger.error("Another rank has failed; this one keeps running (on_hang). %s", diagnosis)
             journal.closed(incident, "reported")
         else:
-            logger.error("This rank ends because another one has failed. %s", found["diagnosis"])
+            logger.error("This rank ends because another one has failed. %s", diagnosis)
             ends_for_good = code != EXIT_FOR_RESTART
             action = Action.STOP if ends_for_good else Action.EXIT_FOR_RESTART
             journal.acted(incident, action.value, exit_code=code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import linecache
 import logging
 import os
@@ -14,7 +13,6 @@ import time
 import traceback
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import psutil
 import torch
@@ -133,8 +131,6 @@ _BACKWARD = (str(_TORCH / "autograd" / "graph.py"), "_engine_run_backward")
 _WAITS = re.compile(r"(?<!\bos)\.wait\b")
 _MEASURED = "deepspeed/utils/nvtx.py"
 _GATHERED = "deepspeed/runtime/zero/partition_parameters.py"
-# Of the newest collectives that have not come to their end, so many are told.
-_TOLD = 5
 
 
 def collective_in(frame: FrameType | None) -> str | None:
@@ -159,27 +155,3 @@ def collective_in(frame: FrameType | None) -> str | None:
     if _WAITS.search(linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)) is None:
         return None
     return "all_gather of weights" if frame.f_code.co_filename.endswith(_GATHERED) else "a collective begun before"
-
-
-def unfinished_collectives() -> list[str]:
-    """Asks torch's flight recorder (`TORCH_FR_BUFFER_SIZE`) for the collectives that have not come to their end."""
-    import torch._C._distributed_c10d as c10d
-
-    # Of a build without NCCL; of a torch before 2.9.
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        dump: Any = getattr(c10d, name, None)
-        if dump is None:
-            continue
-        entries = json.loads(dump(True, False)).get("entries", [])
-        waiting = [each for each in entries if not each.get("retired") and each.get("state") != "completed"]
-        if waiting:
-            return [_described(each) for each in waiting[-_TOLD:]]
-    return []
-
-
-def _described(entry: dict[str, Any]) -> str:
-    group = entry.get("process_group") or ["?"]
-    return (
-        f"{entry.get('profiling_name', '?')} number {entry.get('collective_seq_id', '?')} of {group[-1] or group[0]}, "
-        f"sizes {entry.get('input_sizes', [])}, {entry.get('state', '?')}"
-    )
