@@ -280,11 +280,9 @@ def _streamed_rows(dataset: Any, max_rows: int) -> Iterator[tuple[int, Any]]:
 
 
 def columns_of(content: Any) -> dict[str, Any]:
-    """Plain values of a row by column; of a sequence by place."""
+    """Plain values of a row by column."""
     if isinstance(content, Mapping):
         return {str(name): _plain(value) for name, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return {f"item {place}": _plain(value) for place, value in enumerate(content)}
     return {"the row": _plain(content)}
 
 
@@ -492,9 +490,6 @@ def _listed(examples: Sequence[object]) -> str:
 
 
 _TOO_LARGE, _TOO_SMALL = 100.0, 1e-3
-# Embeddings are on a scale of their own: `nn.Embedding` begins at 1, a linear layer of width 4096 beside it at 0.009.
-_TOO_LARGE_EMBEDDING = 1_000.0
-_LARGEST_VALUE = 1e4
 # The median of fewer says nothing about which of them is the odd one.
 _FEWEST_MATRICES = 4
 # Not multiplied with activations, and zero or large by design in one architecture or another.
@@ -513,9 +508,8 @@ def check_model_init(model: torch.nn.Module) -> Inspection:
 
     Returns:
         [`Inspection`]: Tensors with NaN or Inf (in buffers only NaN: masks hold -inf on purpose), matrices of zeros
-        other than those of adapters, and matrices whose root mean square is more than 100
-        times or less than a thousandth of the median of the model's (embeddings: more than 1000 times), or that hold
-        values beyond 10000.
+        other than those of adapters, and matrices, but for embeddings and adapters, whose root mean square is more
+        than 100 times or less than a thousandth of the median of the model's.
     """
     parameters = _measured(model.named_parameters())
     buffers = _measured(model.named_buffers())
@@ -545,7 +539,6 @@ class _Size:
 
     largest: float
     rms: float
-    dims: int
     is_weight: bool
 
 
@@ -567,7 +560,7 @@ def _size(name: str, tensor: torch.Tensor) -> _Size | None:
         return None
     kind = name.rpartition(".")[2].lower()
     is_weight = sum(extent > 1 for extent in tensor.shape) >= 2 and not any(part in kind for part in _NOT_A_WEIGHT)
-    return _Size(largest, norm / math.sqrt(local.numel()), tensor.dim(), is_weight)
+    return _Size(largest, norm / math.sqrt(local.numel()), is_weight)
 
 
 def _adapter_parameters(model: torch.nn.Module, parameters: Mapping[str, _Size]) -> set[str]:
@@ -577,27 +570,18 @@ def _adapter_parameters(model: torch.nn.Module, parameters: Mapping[str, _Size])
 
 
 def _wildly_scaled(model: torch.nn.Module, parameters: Mapping[str, _Size], adapters: set[str]) -> list[str]:
+    # `nn.Embedding` begins at 1, a linear layer of width 4096 beside it at 0.009.
     embeddings = {
         f"{name}.weight".removeprefix(".")
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Embedding)
     }
-    usual = [
-        size.rms
+    compared = {
+        name: size.rms
         for name, size in parameters.items()
-        if size.is_weight and name not in embeddings and name not in adapters and 0 < size.rms < math.inf
-    ]
-    median = statistics.median(usual) if len(usual) >= _FEWEST_MATRICES else None
-    wild = []
-    for name, size in parameters.items():
-        if size.dims < 2 or not 0 < size.largest < math.inf:
-            continue
-        odd = size.largest > _LARGEST_VALUE
-        if median is not None and size.is_weight:
-            # Some architectures begin with tiny embeddings, and an adapter may have learned next to nothing yet.
-            least = 0 if name in embeddings or name in adapters else _TOO_SMALL
-            most = _TOO_LARGE_EMBEDDING if name in embeddings else _TOO_LARGE
-            odd |= not median * least <= size.rms <= median * most
-        if odd:
-            wild.append(name)
-    return wild
+        if size.is_weight and name not in embeddings | adapters and 0 < size.rms < math.inf
+    }
+    if len(compared) < _FEWEST_MATRICES:
+        return []
+    median = statistics.median(compared.values())
+    return [name for name, rms in compared.items() if not median * _TOO_SMALL <= rms <= median * _TOO_LARGE]
