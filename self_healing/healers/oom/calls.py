@@ -61,10 +61,8 @@ class KnownSizes:
         self._frontiers: dict[Kind, _Frontier] = {kind: _Frontier() for kind in get_args(Kind)}
         # Steps finished, and from how many on a size that has failed is tried again.
         self.step = self._next_retry = 0
-        # Calls since the last failure, and the last of each kind: if one does not fit, it is the last one.
+        # Calls since the last failure: if one does not fit, it is the last one.
         self._seen: list[CallShape] = []
-        self.begun: dict[Kind, CallShape] = {}
-        self.last_begun: CallShape | None = None
         # A number of rows that is tried beyond those known to fit.
         self._trying: CallShape | None = None
         # Where a failure ends the job (several processes): one row where nothing is known, unless one more failure can
@@ -129,7 +127,10 @@ class KnownSizes:
     def begins(self, shape: CallShape) -> None:
         """A call of this size begins; if it does not fit, this is the one."""
         self._seen.append(shape)
-        self.begun[shape.kind] = self.last_begun = shape
+
+    def last_begun(self, kind: Kind | None = None) -> CallShape | None:
+        """The last call, of any kind or of one, that began since the last failure."""
+        return next((shape for shape in reversed(self._seen) if kind in (None, shape.kind)), None)
 
     def on_success(self) -> None:
         """Notes that everything which ran since the last failure fitted, backward included."""
@@ -171,8 +172,6 @@ class KnownSizes:
     def forget_attempt(self) -> None:
         """Forgets the calls since the last failure: they run again."""
         self._seen = []
-        self.begun.clear()
-        self.last_begun = None
 
     def more_room(self) -> None:
         """Less memory is needed per row from now on: what failed may fit."""

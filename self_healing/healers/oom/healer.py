@@ -314,9 +314,9 @@ class MemoryHealer(Healer):
         """
         sizes = self._sizes
         if ran_out.place in ("generation", "vLLM"):
-            return sizes.begun.get("generate") if ran_out.place == "generation" else None
-        begun = sizes.begun.get("train") if ran_out.place == "backward" else None
-        return begun or sizes.last_begun
+            return sizes.last_begun("generate") if ran_out.place == "generation" else None
+        begun = sizes.last_begun("train") if ran_out.place == "backward" else None
+        return begun or sizes.last_begun()
 
     @property
     def _passes_often(self) -> bool:
