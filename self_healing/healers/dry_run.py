@@ -157,23 +157,10 @@ def dry_run(trainer: Trainer, num_steps: int = 2, rules_file: str | None = None)
     """
     if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
         raise ValueError(f"num_steps is {num_steps!r}; please give the number of optimizer steps to run, at least 1.")
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+    if refusal := _why_not(trainer):
         raise ValueError(
-            "A dry run cannot put back a model that FSDP or DeepSpeed has sharded. Please train a few steps of a "
-            "trainer of their own instead: max_steps=2 and another output_dir."
-        )
-    optimizer = str(OptimizerNames(trainer.args.optim).value)
-    if "layerwise" in optimizer or "lomo" in optimizer:
-        raise ValueError(
-            f"A dry run cannot undo what {optimizer} updates in the backward pass. Please train a few steps "
-            "of a trainer of its own instead: max_steps=2 and another output_dir."
-        )
-    held = {id(each) for group in getattr(trainer.optimizer, "param_groups", ()) for each in group["params"]}
-    model: Any = trainer.model
-    if held and held.isdisjoint(id(each) for each in model.parameters() if each.requires_grad):
-        raise ValueError(
-            "A dry run cannot undo what an optimizer updates in hooks of its own: no trainable weight is in that of "
-            "the trainer. Please train a few steps of another trainer instead: max_steps=2 and another output_dir."
+            f"A dry run cannot {refusal}. Please train a few steps of a trainer of their own instead: max_steps=2 and "
+            "another output_dir."
         )
     report, clock = DryRunReport(), _Clock()
     _inspect(trainer, report)
@@ -207,6 +194,20 @@ def dry_run(trainer: Trainer, num_steps: int = 2, rules_file: str | None = None)
     report.grad_norms = [float(entry["grad_norm"]) for entry in history if "grad_norm" in entry]
     report.seconds_per_step = sum(steady) / len(steady) if steady else 0.0
     return report
+
+
+def _why_not(trainer: Trainer) -> str:
+    """Says what of a trainer could not be put back as it was; empty if all of it can be."""
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return "put back a model that FSDP or DeepSpeed has sharded"
+    optimizer = str(OptimizerNames(trainer.args.optim).value)
+    if "layerwise" in optimizer or "lomo" in optimizer:
+        return f"undo what {optimizer} updates in the backward pass"
+    held = {id(each) for group in getattr(trainer.optimizer, "param_groups", ()) for each in group["params"]}
+    model: Any = trainer.model
+    if held and held.isdisjoint(id(each) for each in model.parameters() if each.requires_grad):
+        return "undo what an optimizer updates in hooks of its own, in which there is no trainable weight"
+    return ""
 
 
 def _note(error: Exception, trainer: Trainer, step: int, num_steps: int, advice: list[str]) -> None:

@@ -196,8 +196,6 @@ def _trained(columns: Mapping[str, Any], max_length: int | None) -> np.ndarray |
 
 
 _MAX_STREAMED_ROWS = 1_000
-# Rows fetched at once, as a data loader would: enough to be quick, few enough to hold decoded images.
-_ROWS_AT_ONCE = 64
 # Slow storage must not hold up a run for hours because of a check.
 _TIME_LIMIT = 30.0
 
@@ -231,31 +229,17 @@ def read_rows(dataset: Any, max_rows: int) -> Iterator[tuple[int, Any]]:
 
 
 def _indexed_rows(dataset: Any, max_rows: int) -> Iterator[tuple[int, Any]]:
-    size = len(dataset)
+    size, began = len(dataset), time.monotonic()
     indices = [part * size // max_rows for part in range(max_rows)] if size > max_rows else list(range(size))
-    batches = [indices[start : start + _ROWS_AT_ONCE] for start in range(0, len(indices), _ROWS_AT_ONCE)]
-    began = time.monotonic()
     # In several sweeps, so that what was seen is from everywhere if time runs out.
-    for batch in [batch for sweep in range(8) for batch in batches[sweep::8]]:
-        yield from zip(batch, _read(dataset, batch), strict=True)
+    for index in [index for sweep in range(8) for index in indices[sweep::8]]:
+        try:
+            row = dataset[index]
+        except Exception as error:
+            row = Unreadable(error)
+        yield index, row
         if time.monotonic() - began > _TIME_LIMIT:
             return
-
-
-def _read(dataset: Any, indices: list[int]) -> list[Any]:
-    """Reads rows as a data loader does; one by one if that raises, to tell which it is."""
-    if hasattr(dataset, "__getitems__"):
-        with contextlib.suppress(Exception):
-            rows: list[Any] = dataset.__getitems__(indices)
-            if len(rows) == len(indices):
-                return rows
-    rows = []
-    for index in indices:
-        try:
-            rows.append(dataset[index])
-        except Exception as error:
-            rows.append(Unreadable(error))
-    return rows
 
 
 def _streamed_rows(dataset: Any, max_rows: int) -> Iterator[tuple[int, Any]]:
