@@ -37,7 +37,7 @@ from .run.run import Run
 from .run.status import read_status
 from .system import processes
 from .system.files import hide_from_uploads, own_patterns
-from .system.processes import log_safely
+from .system.processes import contained
 
 
 logger = logging.getLogger("self_healing")
@@ -100,13 +100,11 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         """The state of detectors, policy and quarantine, as JSON."""
         if self.run is None:
             return self._saved_state
-        try:
+        failed = "What healing has learned could not be put into the checkpoint, which is good without it."
+        # Called by the Trainer in the middle of a save.
+        with contained(logger, f"{failed} The bug is ours, not yours."):
             return state_of(self.run)
-        except Exception:
-            # Called by the Trainer in the middle of a save.
-            text = "What healing has learned could not be put into the checkpoint, which is good without it."
-            log_safely(logger, logging.ERROR, "%s The bug is ours, not yours.", text, exc_info=True)
-            return None
+        return None
 
     @healing_state.setter
     def healing_state(self, state: dict[str, Any] | None) -> None:
@@ -334,17 +332,11 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Also after training, when `trainer.push_to_hub()` is called.
         folder = str(args.output_dir)
-        try:
+        failed = f"Files of self_healing in {folder} could not be taken out of the upload; please look at the Hub."
+        with contained(logger, failed, logging.WARNING):
             self._hide_own_files(args)
             patterns = [] if self.config.upload_healing_files else own_patterns(folder, self.config.healing_dir)
             leave_out_of_uploads(folder, patterns)
-        except Exception:
-            logger.warning(
-                "The files of self_healing in %s could not be taken out of the upload; please look at what is on the "
-                "Hub.",
-                folder,
-                exc_info=True,
-            )
 
     def reconfigure(self, config: HealingConfig) -> None:
         """Takes another configuration; between runs, not during one."""
@@ -357,10 +349,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             handler = getattr(callback, "on_instability", None)
             if handler is None or callback is self:
                 continue
-            try:
+            with contained(logger, f"on_instability of {type(callback).__name__} raised.", logging.WARNING):
                 handler(trainer.args, trainer.state, trainer.control, incident, model=trainer.model)
-            except Exception:
-                logger.warning("on_instability of %s raised.", type(callback).__name__, exc_info=True)
 
 
 def _rules_of(config: HealingConfig) -> tuple[MetricRule, ...]:

@@ -476,7 +476,7 @@ class Recovery:
         if failure is FailureType.PROCESS_DIED:
             end_workers_that_failed(error)
         if failure is FailureType.PREEMPTED:
-            self._leave_unfinished_step(error)
+            self._leave_unfinished_step()
         try:
             if failure is not FailureType.DEVICE:
                 return self._plan(error, failure, resume_from)
@@ -591,13 +591,11 @@ class Recovery:
             postmortem=path,
         ) from error
 
-    def _leave_unfinished_step(self, error: BaseException) -> NoReturn:
+    def _leave_unfinished_step(self) -> NoReturn:
         """Leaves with the state before the step, which would have taken too long."""
         run, path = self.run, None
         if run.attached is not None and processes.world_size() == 1:
-            try:
+            with contained(logger, "The state before the interrupted step could not be saved.", logging.WARNING):
                 point = save_emergency_checkpoint(run)
                 path = None if point is None else publish(point.path, self._ending.output_dir)
-            except Exception:
-                logger.warning("The state before the interrupted step could not be saved.", exc_info=error)
         run.part(Preemption).leave(self._ending.step, self._ending.output_dir, path)

@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..system.processes import log_safely
+from ..system.processes import contained, log_safely
 from .incident import Incident, headline
 
 
@@ -50,10 +50,8 @@ class Terminal(logging.Handler):
         if self in _logger.handlers:
             yield
             return
-        try:
+        with contained(_logger, "The terminal cannot be written to.", logging.WARNING):
             self.start()
-        except Exception:
-            log_safely(_logger, logging.WARNING, "The terminal cannot be written to.", exc_info=True)
         try:
             yield
         finally:

@@ -18,6 +18,7 @@ from rich.text import Text
 from ..journal.incident import BECAME, Incident, counted, headline
 from ..run.status import RunState
 from ..system.files import BRIEFING_FILE, REPORT_FILE, is_foreign_report, replace_file
+from ..system.processes import contained
 from .healing_report import HealingReport
 from .reading import read_run
 from .records import (
@@ -279,7 +280,7 @@ def write_closing_report(run: Run) -> None:
 
 def write_report_files(directory: Path, run: str) -> RunReport | None:
     """Writes `report.json` and `agent.md` beside the journal."""
-    try:
+    with contained(logger, f"The report of run {run} in {directory} could not be written.", logging.WARNING):
         report = read_run(directory, run)
         # Without every step: a program asks `--json` for that, and an assistant had better not read it.
         content = json.dumps(report.to_dict(series=False), indent=1) + "\n"
@@ -291,7 +292,5 @@ def write_report_files(directory: Path, run: str) -> RunReport | None:
                 )
             else:
                 replace_file(path, text, make_directory=False)
-    except Exception:
-        logger.warning("The report of run %s in %s could not be written.", run, directory, exc_info=True)
-        return None
-    return report
+        return report
+    return None

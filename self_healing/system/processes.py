@@ -217,9 +217,9 @@ def log_safely(logger: logging.Logger, level: int, message: str, *args: Any, **o
 
 
 @contextlib.contextmanager
-def contained(logger: logging.Logger, message: str) -> Iterator[None]:
+def contained(logger: logging.Logger, message: str, level: int = logging.ERROR) -> Iterator[None]:
     """What a block raises is logged, and must not take the place of what a run ends with."""
     try:
         yield
     except Exception:
-        log_safely(logger, logging.ERROR, message, exc_info=True)
+        log_safely(logger, level, message, exc_info=True)
