@@ -366,8 +366,8 @@ def _rules_of(config: HealingConfig) -> tuple[MetricRule, ...]:
 def report_of(run: Run) -> HealingReport:
     """Reports a run of this process."""
     numerics, applied = run.part(NumericsState), run.part(NumericsState).applied
-    return HealingReport.from_incidents(
-        run.journal.of_all_ranks,
+    return HealingReport(
+        [incident.to_dict() for incident in run.journal.of_all_ranks],
         str(run.journal.path),
         **numerics.rate_in_force(),
         status=read_status(run.directory if run.trainer is None else Path(run.trainer.args.output_dir)),

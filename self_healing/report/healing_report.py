@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,21 +137,6 @@ class HealingReport:
     def healthy(self) -> bool:
         """Whether nothing had to be healed."""
         return not self.incidents
-
-    @classmethod
-    def from_incidents(cls, incidents: Sequence[Incident], journal: str | None = None, **known: Any) -> HealingReport:
-        """
-        Makes the report of a run in this process.
-
-        Args:
-            incidents (`Sequence[Incident]`):
-                Those of the run.
-            journal (`str`, *optional*):
-                Where the events lie.
-            **known:
-                The other values, as far as they are known.
-        """
-        return cls([incident.to_dict() for incident in incidents], journal, **known)
 
     @classmethod
     def from_run_dir(cls, directory: str | Path) -> HealingReport:
