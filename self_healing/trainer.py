@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -295,8 +294,8 @@ class SelfHealingTrainer:
             self._let_go(run)
             let_go_of_engine(self.trainer)
             remove_progress_bars(self.trainer)
-            recovery.prepare(entry)
-            resume_from = entry.resume_from
+            claim, resume_from = entry
+            recovery.prepare(claim)
             # Samplers and their seeds are made again on entry, some from the global generators.
             entry_rng.restore()
             if attempts.resume_point is not None:
@@ -424,13 +423,8 @@ class SelfHealingTrainer:
 # ---- recovery: decides what to do about an exception that left `train()` ----
 
 
-@dataclass(frozen=True, slots=True)
-class NextEntry:
-    """The next entry into `train()`."""
-
-    incident: Incident
-    resume_from: Any
-    wait: bool = False
+# The claim that is healed by the next entry into `train()`, and what that resumes from.
+NextEntry = tuple[Claim, Any]
 
 
 class Recovery:
@@ -456,11 +450,11 @@ class Recovery:
             logger.exception("self_healing failed while it dealt with %s, which is raised unchanged.", type(error))
             return None
 
-    def prepare(self, entry: NextEntry) -> None:
+    def prepare(self, claim: Claim) -> None:
         """Does what comes before `train()` is entered again, with the trainer given back: waits, and tells of it."""
-        run, incident = self.run, entry.incident
+        run, incident = self.run, claim.incident
         opened = run.dealing_with(incident)
-        if entry.wait:
+        if claim.wait:
             run.remedies.apply(Action.WAIT_AND_RESUME, HealingContext(incident), self._trainer.args)
             if run.asked_to_leave is not None:
                 run.part(Preemption).leave(self._ending.step, self._ending.output_dir)
@@ -523,7 +517,7 @@ class Recovery:
         self._carry_out(claim, point)
         incident.seconds_lost += time.perf_counter() - began
         self._entered_after = describe_exception(error)
-        return NextEntry(incident, point, claim.wait)
+        return claim, point
 
     def _first_claim(self, error: BaseException) -> Claim | None:
         """Asks those inside `train()` in a fixed order; what else one of them was waiting for has not come."""
