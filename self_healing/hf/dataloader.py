@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
@@ -254,10 +255,8 @@ def end_workers_that_failed(error: BaseException) -> None:
     Ends the workers of the data loader that an exception came out of because one of them is dying: torch raises again,
     wherever the training thread is by then, when it learns of it.
     """
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    frame = None if trace is None else trace.tb_frame
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    frame = frames[-1] if frames else None
     try:
         end_awaited_workers(frame)
     except RuntimeError:

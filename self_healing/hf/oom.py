@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from accelerate.utils.operations import recursively_apply
 from torch.nn.parallel import DistributedDataParallel
 
 from ..failures import recipes
@@ -383,6 +384,4 @@ class OneRankRetry:
 
 
 def _copied(answer: Any) -> Any:
-    if isinstance(answer, torch.Tensor):
-        return answer.detach().clone()
-    return type(answer)(map(_copied, answer)) if type(answer) in (list, tuple) else answer
+    return recursively_apply(lambda tensor: tensor.detach().clone(), answer)

@@ -9,6 +9,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from traceback import walk_stack
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -172,7 +173,7 @@ def find_trainer(callback: Any) -> Trainer | None:
     Finds the trainer whose `train()` is calling the callback right now: the caller of `on_train_begin` is one of its
     methods.
     """
-    for frame in _callers_of(sys._getframe(1)):
+    for frame, _ in walk_stack(sys._getframe(1)):
         candidate = frame.f_locals.get("self")
         if isinstance(candidate, Trainer) and callback in candidate.callback_handler.callbacks:
             return candidate
@@ -181,22 +182,17 @@ def find_trainer(callback: Any) -> Trainer | None:
 
 def is_training(trainer: Trainer, frame: Any) -> bool:
     """Whether a frame was called, however indirectly, by `train()` of a trainer."""
-    return any(each.f_code.co_name == "train" and each.f_locals.get("self") is trainer for each in _callers_of(frame))
+    callers = (each for each, _ in walk_stack(frame))
+    return any(each.f_code.co_name == "train" and each.f_locals.get("self") is trainer for each in callers)
 
 
 def find_resume_path() -> str | None:
     """Finds the checkpoint that the `train()` call under way resumes from."""
-    for frame in _callers_of(sys._getframe(1)):
+    for frame, _ in walk_stack(sys._getframe(1)):
         if isinstance(frame.f_locals.get("self"), Trainer) and "resume_from_checkpoint" in frame.f_locals:
             path = frame.f_locals["resume_from_checkpoint"]
             return str(path) if isinstance(path, (str, os.PathLike)) else None
     return None
-
-
-def _callers_of(frame: Any) -> Iterator[Any]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 # ---- progress bars ----

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from traceback import walk_tb
 from types import SimpleNamespace
 from typing import Any
 
@@ -473,12 +474,7 @@ def was_rotating(error: BaseException) -> bool:
 
 def _left(error: BaseException, function: str) -> bool:
     """Whether an exception came through a function whose name ends so."""
-    traceback = error.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_name.endswith(function):
-            return True
-        traceback = traceback.tb_next
-    return False
+    return any(frame.f_code.co_name.endswith(function) for frame, _ in walk_tb(error.__traceback__))
 
 
 def write_checkpoint(trainer: Any, folder: Path) -> None:

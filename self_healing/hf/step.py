@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
+from accelerate.utils.operations import recursively_apply
 
 from ..ranks import votes
 from ..system.random_state import RandomState
@@ -556,8 +557,4 @@ def nbytes_of(value: Any, elsewhere_than: torch.device | None = None) -> int:
 
 def on_host(value: Any) -> Any:
     """Copies a micro-batch to host memory, nested in whatever the Trainer's own preparation knows."""
-    if isinstance(value, torch.Tensor):
-        return value.to(HOST)
-    if isinstance(value, Mapping):
-        return type(value)({key: on_host(inner) for key, inner in value.items()})  # type: ignore[call-arg]
-    return type(value)(on_host(inner) for inner in value) if isinstance(value, (list, tuple)) else value
+    return recursively_apply(lambda tensor: tensor.to(HOST), value)

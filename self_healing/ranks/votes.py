@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -65,16 +66,9 @@ class RanksDisagree(Exception):
     """Raised on all ranks that have come to different votes at the same time."""
 
 
-class _Votes:
-    """Counts the votes of this process, the same on all ranks as long as they go together."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        # Names the meeting before them, which no other ranks have had.
-        self.meeting = ""
-
-
-_votes = _Votes()
+# The votes of this process, as many on all ranks as long as they go together; and the meeting before them, by a name
+# that no other ranks have had.
+_votes = SimpleNamespace(count=0, meeting="")
 
 
 # ---- votes: every rank has to come ----
@@ -245,7 +239,7 @@ def job_store() -> Any:
 
 def meeting() -> str:
     """The name by which all ranks have met: that of no ranks before these, whatever a launcher has kept of them."""
-    return _votes.meeting
+    return str(_votes.meeting)
 
 
 def _key(*parts: object) -> str:
