@@ -15,13 +15,7 @@ from ..system.random_state import lowest_precision
 from .batches import only_moves
 from .patching import Replacements
 from .sections import Phase
-from .state import (
-    discard_gradients,
-    fsdp2_modules,
-    named_gradients_of,
-    scale_gradients,
-    without_reduction,
-)
+from .state import discard_gradients, fsdp2_modules, named_gradients_of, scale_gradients, without_reduction
 from .view import TrainerView
 
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from accelerate.utils.operations import recursively_apply
 from torch.nn.parallel import DistributedDataParallel
 
 from ..failures import recipes
@@ -384,4 +383,6 @@ class OneRankRetry:
 
 
 def _copied(answer: Any) -> Any:
-    return recursively_apply(lambda tensor: tensor.detach().clone(), answer)
+    if isinstance(answer, torch.Tensor):
+        return answer.detach().clone()
+    return type(answer)(map(_copied, answer)) if type(answer) in (list, tuple) else answer

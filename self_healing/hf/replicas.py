@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
 from ..system import processes
-from .state import local, trained_tensors
+from .state import local, plain_parts, trained_tensors
 
 
 # Ranks that keep the same values of a tensor; sums of tensors, by name; those of one rank, by who has them as well.
@@ -27,7 +27,8 @@ _REPLICATED = frozenset(each for each in DistributedType if each.value.startswit
 # Tensors of which it is told how far they were off.
 _LOOKED_AT = 8
 _PIECE = 1 << 22
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# By bytes an element.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 # A digest is a number of 64 bits in parts whose sums over some thousand ranks are exact in single precision.
 _BITS, _PART_BITS = 64, 12
@@ -136,15 +137,6 @@ def sum_of_all(tensors: Mapping[str, torch.Tensor], device: torch.device) -> tor
     return (sums * torch.tensor(factors, dtype=torch.int64).to(device)).sum()
 
 
-def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        yield tensor
-        return
-    for name in flatten()[0]:
-        yield from plain_parts(getattr(tensor, name))
-
-
 def are_apart(digest: Sequence[float]) -> bool:
     """Whether digests that were added up over all ranks say that some keep other values than others of their group."""
     return sum(int(part) << (_PART_BITS * place) for place, part in enumerate(digest)) % (1 << _BITS) != 0
@@ -183,13 +175,16 @@ def _signed(number: int) -> int:
     return (number + (1 << (_BITS - 1))) % (1 << _BITS) - (1 << (_BITS - 1))
 
 
-def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Adds up the bits of a tensor as integers, on its device: one bit that is another one makes another sum."""
-    flat = _real(tensor)
-    # In the longest words they fall into: words that need not be converted are added up ten times as fast.
-    begin, length = flat.storage_offset() * flat.element_size(), flat.nbytes
-    size = next(size for size in (8, 4, 2, 1) if begin % size == 0 and length % size == 0)
-    return flat.view(_INTEGERS[size]).sum(dtype=torch.int64)
+def sum_of_bits(tensor: torch.Tensor, word: torch.dtype | None = None) -> torch.Tensor:
+    """
+    Adds up the bits of a tensor as integers of a size, on its device: one bit that is another one makes another sum.
+    """
+    flat = tensor.detach().reshape(-1)
+    if word is None:
+        # In the longest words they fall into: words that need not be converted are added up ten times as fast.
+        begin, length = flat.storage_offset() * flat.element_size(), flat.nbytes
+        word = INTEGERS[next(size for size in (8, 4, 2, 1) if begin % size == 0 and length % size == 0)]
+    return flat.view(word).sum(dtype=torch.int64)
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

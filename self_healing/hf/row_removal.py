@@ -72,10 +72,7 @@ def _stand_in(step: Any, rows: Mapping[int, Sequence[int]], device: torch.device
 
 
 def _count_items(
-    step: Any,
-    keep: Mapping[int, Sequence[int]],
-    layouts: Mapping[int, Layout | None],
-    engine: Any,
+    step: Any, keep: Mapping[int, Sequence[int]], layouts: Mapping[int, Layout | None], engine: Any
 ) -> tuple[Any, torch.Tensor | None]:
     trainer, dropped = engine.trainer, torch.zeros((), device=engine.view.device)
     batches = []

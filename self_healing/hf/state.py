@@ -267,23 +267,27 @@ def extent_of(tensor: torch.Tensor) -> Extent | None:
     return Extent(torch.stack(lows).min(), torch.stack(highs).max())
 
 
+def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """
+    Yields what a sharded or quantised tensor is made of, and any other one itself: its own arithmetic is a collective,
+    or copies all of it.
+    """
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        # A DTensor names its device mesh among them.
+        if isinstance(part := getattr(tensor, name), torch.Tensor):
+            yield from plain_parts(part)
+
+
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yields the plain tensors of floating-point numbers in one."""
-    tensor = tensor.detach()
-    if hasattr(tensor, "__tensor_flatten__"):
-        # Sharded, or quantised: its inner tensors. Its own arithmetic is a collective, or copies all of it. A DTensor
-        # names its device mesh among them.
-        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        for each in inner:
-            if isinstance(each, torch.Tensor):
-                yield from _plain(each)
-        return
-    if tensor.is_sparse:
-        tensor = tensor._values()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta and tensor.dtype not in _ALWAYS_FINITE:
-        yield tensor
+    for part in plain_parts(tensor.detach()):
+        part = part._values() if part.is_sparse else part
+        part = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
+        if part.is_floating_point() and part.numel() and not part.is_meta and part.dtype not in _ALWAYS_FINITE:
+            yield part
 
 
 def _in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -361,7 +365,7 @@ class WeightSearch:
         self._tensors: list[tuple[str, Tensor, bool]] = []
 
     def finds_nothing(self) -> bool:
-        """Whether all weights are finite, as [`nonfinite_tensors`] has it. Waits once for each device and dtype."""
+        """Whether all weights are finite, as [`nonfinite_tensors`] has it. Waits once for plain ones."""
         if self._have() != self._had:
             self._modules = list(self._model.modules())
             self._had = self._have()
@@ -380,17 +384,9 @@ class WeightSearch:
                 search.add(name, tensor, wrong)
         if search.nonfinite():
             return False
-        ends: dict[_Kind, tuple[list[torch.Tensor], list[bool]]] = {}
         norms = torch._foreach_norm(plain, ord=math.inf) if plain else ()
-        for norm, wrong in zip(norms, inf, strict=True):
-            found, wrongs = ends.setdefault((norm.device, norm.dtype), ([], []))
-            found.append(norm)
-            wrongs.append(wrong)
-        for found, wrongs in ends.values():
-            values = torch.stack(found).tolist()
-            if any(map(math.isnan, values)) or math.inf in compress(values, wrongs):
-                return False
-        return True
+        values = torch.stack([norm.to(norms[0].device) for norm in norms]).tolist() if norms else []
+        return not any(map(math.isnan, values)) and math.inf not in compress(values, inf)
 
     def _have(self) -> list[tuple[int, ...]]:
         return [

@@ -311,12 +311,7 @@ class Window:
         return losses[-1], added
 
     def compute_micro_batch(
-        self,
-        index: int,
-        pick: Callable[[Any], Any] | None,
-        last: bool,
-        items: Any = None,
-        synchronise: bool = True,
+        self, index: int, pick: Callable[[Any], Any] | None, last: bool, items: Any = None, synchronise: bool = True
     ) -> torch.Tensor:
         """Computes forward and backward of one of its micro-batches."""
         model, inputs, args, kwargs = self.calls[index]

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from transformers.trainer import TRAINER_STATE_NAME
@@ -441,11 +441,6 @@ class Pending:
         """As JSON, for the marker of a checkpoint."""
         norm = None if self.grad_norm is None else float(self.grad_norm)
         return asdict(replace(self, grad_norm=None)) | {"grad_norm": norm}
-
-    @classmethod
-    def from_dict(cls, entry: Any) -> Self:
-        """Reads it; nothing is pending where there is none."""
-        return cls(**(entry or {}))
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ import psutil
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..hf.replicas import INTEGERS
 from ..hf.state import local, tensors_in
 
 
@@ -340,20 +341,11 @@ def copy_all(pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], non_blocking: 
         torch._foreach_copy_(places, tensors, non_blocking=non_blocking)
 
 
-# By bytes an element.
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-
-
 def word_of(tensor: torch.Tensor) -> torch.dtype:
     """The longest words in which both a tensor and its copy can be read."""
     longest = tensor.numel() > _FEW and tensor.nbytes % 8 == 0
     longest &= tensor.storage_offset() * tensor.element_size() % 8 == 0
-    return torch.int64 if longest else _WORDS[tensor.element_size()]
-
-
-def sum_of_words(tensor: torch.Tensor, word: torch.dtype) -> torch.Tensor:
-    """Adds up the bits of a tensor: the same wherever it lies, and another sum where a bit is another one."""
-    return tensor.reshape(-1).view(word).sum(dtype=torch.int64)
+    return torch.int64 if longest else INTEGERS[tensor.element_size()]
 
 
 def put_back(live: Any, saved: Any, like: Any = None) -> Any:

@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..hf.replicas import plain_parts, sum_of_all
-from ..hf.state import LiveState
+from ..hf.replicas import sum_of_all
+from ..hf.state import LiveState, plain_parts
 from ..hf.trainer_state import ResumeRecord, resuming_from
 from ..ranks import votes
 from .host_memory import HostBlock, TensorCopy

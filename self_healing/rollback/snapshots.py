@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..config.healing_config import HealingConfig
+from ..hf.replicas import sum_of_bits
 from ..hf.state import LiveState, Search, local
 from .host_memory import (
     TRANSFERS,
@@ -32,7 +33,6 @@ from .host_memory import (
     put_back,
     room_for,
     save,
-    sum_of_words,
     whole,
     word_of,
 )
@@ -177,7 +177,7 @@ class Snapshot:
         for copies, before in sums:
             if self.given_up:
                 return []
-            now = [int(sum_of_words(kept.host, word)) for kept, word in copies]
+            now = [int(sum_of_bits(kept.host, word)) for kept, word in copies]
             if now != before.tolist():
                 self.torn = True
                 return []
@@ -293,7 +293,7 @@ def _sums_of(pairs: list[Pair]) -> list[_Sums]:
         if tensor.device.type in TRANSFERS:
             copies, sums = found.setdefault(tensor.device, ([], []))
             copies.append((kept, word_of(tensor)))
-            sums.append(sum_of_words(tensor, copies[-1][1]))
+            sums.append(sum_of_bits(tensor, copies[-1][1]))
     # Into pinned memory: complete before the copies are, which begin later.
     return [(copies, torch.stack(sums).to("cpu", non_blocking=True)) for copies, sums in found.values()]
 

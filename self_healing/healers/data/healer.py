@@ -19,12 +19,7 @@ from ...system import processes
 from ..inspection import digest_of
 from .datasets import GuardedCollator, GuardedDataset
 from .guard import DataSourceError, Guard
-from .quarantine import (
-    BadSample,
-    KnownBadSamples,
-    Quarantine,
-    describe_name,
-)
+from .quarantine import BadSample, KnownBadSamples, Quarantine, describe_name
 from .streams import GivenLast, GuardedStream
 
 
@@ -141,11 +136,8 @@ class SampleHealer(Healer):
             self.run.dealing_with(given_up).close("resolved")
         self._report(new, retried)
         # By all ranks, as the bad samples are those of all.
-        step, accumulation = (
-            self.run.instrument.view.step,
-            self.run.instrument.trainer.args.gradient_accumulation_steps,
-        )
-        drawn = (step + 1) * int(accumulation) * loading.samples_per_batch * processes.world_size()
+        steps, accumulation = self.run.step + 1, int(self.run.trainer.args.gradient_accumulation_steps)
+        drawn = steps * accumulation * loading.samples_per_batch * processes.world_size()
         whole = math.inf if loading.samples is None else loading.samples
         bad, limit = known.bad, self.config.max_bad_fraction * min(whole, max(drawn, _FEWEST_SAMPLES))
         if len(bad) > limit:

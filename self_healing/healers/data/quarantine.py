@@ -146,11 +146,7 @@ class KnownBadSamples:
                 continue
             self.blocked[sample.name] = sample.why
             self.new.append(sample)
-            line = {"kind": "bad_sample", "time": time.time(), **self.whose, **asdict(sample)}
-            try:
-                append_line(self.path, line)
-            except OSError as error:
-                logger.warning("%s could not be written (%s); the sample is replaced all the same.", self.path, error)
+            _write_down(self.path, [{"kind": "bad_sample", "time": time.time(), **self.whose, **asdict(sample)}])
 
     def loaded_on_retry(self, what: str, error: BaseException) -> None:
         raised = describe_exception(error) if self.keep_text else type(error).__name__
@@ -201,6 +197,16 @@ class KnownBadSamples:
         new, retried = self.new, self.retried
         self.new, self.retried = [], []
         return new, retried
+
+
+def _write_down(path: str, lines: Iterable[dict[str, Any]]) -> None:
+    try:
+        for line in lines:
+            append_line(path, line)
+    except OSError as error:
+        logger.warning(
+            "%s could not be written (%s); what was to be named there is not used all the same.", path, error
+        )
 
 
 def row_key(row: Mapping[str, Any]) -> str:
@@ -272,11 +278,7 @@ class Quarantine:
             line = {"time": time.time(), "incident": incident, "step": step, "epoch": epoch}
             lines.append(line | row | ({} if known is None else known.whose))
         self.share(blocked, keys)
-        try:
-            for line in lines:
-                append_line(str(self.path), line)
-        except OSError:
-            logger.warning("%s could not be written; the rows were dropped all the same.", self.path, exc_info=True)
+        _write_down(str(self.path), lines)
 
     def add_completions(self, given: Mapping[str, Any], reward: str, error: BaseException, incident: Incident) -> None:
         """Writes down completions that a reward function raises for, of what it is given for them."""

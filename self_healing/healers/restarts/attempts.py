@@ -236,12 +236,7 @@ def _judge(run: Run, start: Start) -> Refusal | None:
 
 def _infer_death(run: Run, start: Start, earlier: Attempt) -> None:
     """Opens the incident of a process that was killed, which only the next one can write down."""
-    evidence = {
-        "pid": earlier.pid,
-        "host": earlier.host,
-        "attempt": earlier.number,
-        "resumed_from": start.checkpoint,
-    }
+    evidence = {"pid": earlier.pid, "host": earlier.host, "attempt": earlier.number, "resumed_from": start.checkpoint}
     with run.incident(earlier.last_step, "process_died", evidence) as opened:
         opened.diagnosed(FailureType.PROCESS_DIED, "killed, or crashed in native code")
         opened.incident.steps_repeated = start.steps_to_repeat
@@ -339,7 +334,7 @@ def continue_bookkeeping(run: Run, instrument: Instrument, resumed_from: str | N
         if bookkeeping is not None:
             instrument.ledger.take_over(bookkeeping)
             load_generated(instrument.trainer, Path(resumed_from))
-        pending = Pending.from_dict(None if bookkeeping is None else bookkeeping.get(PENDING))
+        pending = Pending(**((bookkeeping or {}).get(PENDING) or {}))
         if not attempts.in_memory(resumed_from):
             # Where each rank has left its own in memory, what all of them take part in is the same.
             device = instrument.view.device

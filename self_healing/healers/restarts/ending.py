@@ -105,11 +105,7 @@ class Shutdown:
         )
 
     def stop_for_exception(
-        self,
-        incident: Incident,
-        failure: FailureType,
-        error: BaseException,
-        resume_from: Any,
+        self, incident: Incident, failure: FailureType, error: BaseException, resume_from: Any
     ) -> str:
         """Ends the run with an exception that left `train()`."""
         run, attempts = self.run, self.attempts

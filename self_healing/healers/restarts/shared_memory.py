@@ -54,19 +54,12 @@ def steps_in_memory(output_dir: str, rank: int, device: torch.device) -> list[Sh
 
 def open_in_memory(output_dir: str, step: SharedStep, rank: int, device: torch.device) -> StoredState | None:
     """Opens a state that all ranks have."""
-    opened: list[StoredState] = []
-
-    def can_be_read() -> bool:
-        try:
-            opened.append(_open(output_dir, step, rank, device))
-        except (StateUnusable, OSError) as error:
-            logger.warning("The state of step %d in shared memory cannot be gone on from: %s.", step.step, error)
-            return False
-        return True
-
-    if not votes.all_ranks("the state in shared memory can be read", can_be_read(), device):
-        return None
-    return opened[0]
+    state: StoredState | None = None
+    try:
+        state = _open(output_dir, step, rank, device)
+    except (StateUnusable, OSError) as error:
+        logger.warning("The state of step %d in shared memory cannot be gone on from: %s.", step.step, error)
+    return state if votes.all_ranks("the state in shared memory can be read", state is not None, device) else None
 
 
 def remove_other_states(output_dir: str, run: str, world_size: int) -> None:
