@@ -181,11 +181,9 @@ class Instrument:
     # ---- the wrapped methods, in the order a step calls them ----
 
     def _on_epoch_begin(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
+        with self.failsafe.contained():
             self.position.epoch_begins()
             self.reentry.epoch_begins()
-        except Exception as error:
-            self.failsafe.contain(error)
         return original(*args, **kwargs)
 
     def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -307,14 +305,15 @@ class Instrument:
         known = self.view.world_size == 1 and not self.objective.online and window.start is not None
         if not known or not self.leaves_out_nonfinite or self.call.doubt_of_weights:
             return False
-        theirs = isinstance(error, Exception) and not is_meant(error)
-        if not theirs or classify_exception(error) is not FailureType.USER_CODE:
+        if not isinstance(error, Exception) or is_meant(error):
+            return False
+        if classify_exception(error) is not FailureType.USER_CODE:
             return False
         gradient_state = self.trainer.accelerator.gradient_state
         synchronises = gradient_state.sync_gradients
         self.heartbeat.enter("judge")
         try:
-            return isinstance(error, Exception) and self.hooks.rows_raise(window, error)
+            return self.hooks.rows_raise(window, error)
         except Exception as failed:
             # Whatever it is: what ends the run is what was raised first.
             if not self.failsafe.tells_of_lost_device(failed):

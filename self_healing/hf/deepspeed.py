@@ -326,11 +326,6 @@ class Zero:
     def loss_scaler(self) -> dict[str, Any]:
         return vars(self.optimizer.loss_scaler) if self.scales_loss else {}
 
-    def is_own(self, name: str) -> bool:
-        """Whether a tensor of that name is this rank's part of the state, and not gathered from those of all ranks."""
-        own = ("master weights ", "optimizer:", *(["weights "] if self.shards_weights else []))
-        return name.startswith(own)
-
     def partitioning(self) -> Partitioning:
         """Says how this rank's part of the weights was made of them."""
         zero = self.optimizer

@@ -199,7 +199,10 @@ class TrainerView:
 
     def own_part_of(self, tensors: Sequence[str]) -> list[str]:
         """Gives those of some tensors that are not made of the parts of all ranks in each step, as ZeRO does."""
-        return [name for name in tensors if self.zero is None or self.zero.is_own(name)]
+        if self.zero is None:
+            return list(tensors)
+        own = ("master weights ", "optimizer:", *(["weights "] if self.zero.shards_weights else []))
+        return [name for name in tensors if name.startswith(own)]
 
     def offloaded_tensors(self) -> list[str]:
         """

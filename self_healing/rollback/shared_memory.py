@@ -356,15 +356,6 @@ class _Prepared:
     versions: _Versions
 
 
-@dataclass(frozen=True, slots=True)
-class _FrozenSums:
-    """What is known of the weights that are not trained, and what they were then."""
-
-    versions: _Versions | None = None
-    sample: int = 0
-    whole: int = 0
-
-
 # Elements of each frozen tensor by which it is noticed that it was written to without a trace.
 _SAMPLED = 64
 
@@ -385,7 +376,9 @@ class SharedStates:
         self._numbers = count(1)
         # Stored once its copy is complete and was searched, for which nothing has to wait then.
         self.prepared: _Prepared | None = None
-        self._frozen = _FrozenSums()
+        # The weights that are not trained when their bits were last added up, and the sums: of a sample, and of all.
+        self._versions: _Versions | None = None
+        self._sample, self._whole = 0, 0
         self._kept = False
 
     @property
@@ -486,7 +479,7 @@ class SharedStates:
         parts = [part for tensor in live.frozen.values() for part in plain_parts(tensor)]
         versions = [(each.data_ptr(), each._version) for each in parts]
         sums = [sum_of_all(_sample_of(parts), loss.device)]
-        if versions != self._frozen.versions:
+        if versions != self._versions:
             sums.append(sum_of_all(live.frozen, loss.device))
         numbers = [each.to("cpu", non_blocking=True) for each in (loss, *sums)]
         if loss.device.type == "cuda":
@@ -523,14 +516,10 @@ class SharedStates:
         `.data` (adapters that are merged and taken out again) moves no version: a sample tells.
         """
         sample, *whole = map(int, prepared.numbers[1:])
-        if not whole and sample == self._frozen.sample:
-            return self._frozen.whole
-        self._frozen = _FrozenSums(
-            prepared.versions if whole else None,
-            sample,
-            whole[0] if whole else int(sum_of_all(prepared.frozen, prepared.numbers[1].device)),
-        )
-        return self._frozen.whole
+        if whole or sample != self._sample:
+            self._versions, self._sample = (prepared.versions if whole else None), sample
+            self._whole = whole[0] if whole else int(sum_of_all(prepared.frozen, prepared.numbers[1].device))
+        return self._whole
 
     def revoke(self, snapshot: Snapshot) -> None:
         """Takes back that a snapshot is one to go on from, before its memory is used again."""
