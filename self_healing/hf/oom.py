@@ -206,9 +206,9 @@ class OneRankRetry:
         self._asked = 0
         self._asking = False
         # Whether a forward of the model itself is a meeting of ranks (statistics or losses over all of them), as the
-        # first one has shown; collectives begun when that began.
+        # first one has shown; collectives that DDP itself has begun before that.
         self.meets_in_forward: bool | None = None
-        self._entered: int | None = None
+        self._sent = 0
 
     def attach(self) -> None:
         """Watches the wrapped model, if it is one of DDP or ZeRO."""
@@ -221,11 +221,9 @@ class OneRankRetry:
             return
         self._model, self.possible = model, True
         self._parameters = [each for each in model.parameters() if each.requires_grad]
+        self._replaced.wrap(model, "forward", self._forward)
         if self._view.zero is None:
             self._replaced.wrap(model, "_pre_forward", self._pre_forward)
-            self._replaced.wrap(model, "_post_forward", self._post_forward)
-        else:
-            self._replaced.wrap(model, "forward", self._forward)
         self._replaced.wrap(self._trainer, "_prepare_inputs", self._prepare)
         for name in (*ASKING, "pad_across_processes"):
             self._replaced.wrap(self._trainer.accelerator, name, functools.partial(self._ask, name))
@@ -319,7 +317,6 @@ class OneRankRetry:
         self._answers.clear()
 
     def _pre_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._entered = None
         if self._before is None or self._collectives is None:
             return original(*args, **kwargs)
         self._forwards += 1
@@ -332,23 +329,18 @@ class OneRankRetry:
             self._collectives = None
         elif after != before:
             # Sent, and not to be sent again: the micro-batch goes on from the buffers that came.
-            self._collectives += after - before
+            self._sent = after - before
+            self._collectives += self._sent
             if self._before.buffers:
                 self._before = self._ledger.with_buffers_of_now(self._before)
-        self._entered = after
         return result
 
-    def _post_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.meets_in_forward is None and self._entered is not None:
-            self.meets_in_forward = votes.collectives_begun() != self._entered
-        return original(*args, **kwargs)
-
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.meets_in_forward is not None:
+        if self.meets_in_forward is not None or self._before is None or self._collectives is None:
             return original(*args, **kwargs)
-        before = votes.collectives_begun()
+        before, self._sent = votes.collectives_begun() or 0, 0
         result = original(*args, **kwargs)
-        self.meets_in_forward = votes.collectives_begun() != before
+        self.meets_in_forward = votes.collectives_begun() != before + self._sent
         return result
 
     def _ask(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,6 @@ import torch.distributed
 
 from ..failures.classify import classify_exception, comes_from_a_collective, describe_exception
 from ..failures.recipes import FailureType, UnrecoverableTrainingError
-from ..system import processes
 from . import votes
 
 
@@ -234,9 +233,9 @@ class SideChannel:
 
 def place_in_job() -> Place | None:
     """Gives the place of this process; `None` where there is only one, or no store that can be connected to."""
-    if processes.world_size() == 1:
+    store = votes.job_store()
+    if store is None:
         return None
-    store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):

@@ -247,33 +247,26 @@ def _key(*parts: object) -> str:
     return "/".join(map(str, ("self_healing", _votes.meeting, *parts, _votes.count)))
 
 
-class _Backends:
-    """Those of all process groups. A step asks several times: groups are asked for their backends once."""
-
-    def __init__(self) -> None:
-        self._groups: list[Any] = []
-        self._backends: list[Any] = []
-
-    def begun(self) -> int | None:
-        """
-        Counts the collectives that this process has begun, in all process groups; `None` where a backend does not
-        count them (MPI).
-        """
-        groups: list[Any] = list(dist.distributed_c10d._pg_map)
-        count = 0
-        try:
-            if groups != self._groups:
-                # torch 2.13: asked by itself, a group counts those of one of its backends.
-                of_groups = ({group._get_backend(device) for device in group._device_types} for group in groups)
-                self._groups, self._backends = groups, [each for backends in of_groups for each in backends]
-            for backend in self._backends:
-                count += backend._get_sequence_number_for_group()
-        except (AttributeError, RuntimeError, TypeError):
-            return None
-        return count
+@lru_cache(maxsize=1)
+def _backends_of(groups: tuple[Any, ...]) -> list[Any]:
+    """Those of process groups. A step asks several times: groups are asked for their backends once."""
+    # torch 2.13: asked by itself, a group counts those of one of its backends.
+    of_groups = ({group._get_backend(device) for device in group._device_types} for group in groups)
+    return [each for backends in of_groups for each in backends]
 
 
-collectives_begun = _Backends().begun
+def collectives_begun() -> int | None:
+    """
+    Counts the collectives that this process has begun, in all process groups; `None` where a backend does not count
+    them (MPI).
+    """
+    count = 0
+    try:
+        for backend in _backends_of(tuple(dist.distributed_c10d._pg_map)):
+            count += backend._get_sequence_number_for_group()
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    return count
 
 
 # ---- the ballot ----

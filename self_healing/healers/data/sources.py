@@ -125,15 +125,13 @@ class SourceReader:
 
     def _reconnected(self, error: BaseException) -> Any:
         """Reads on once the network is back."""
-        failure: BaseException | None = None
         try:
             return self._guard.call_again(error, self._read_again)
         except StopIteration:
             raise
         except Exception as again:
-            failure = again
-        # Of the source, not of the guard.
-        raise LetPass(failure)
+            # Of the source, not of the guard.
+            raise LetPass(again) from None
 
     def _tried_again(self, failed: list[BadSample], error: BaseException) -> Any:
         try:
