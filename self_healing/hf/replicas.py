@@ -107,11 +107,14 @@ class Replicas:
 
 def factors_of(kept: Sequence[tuple[str, Group]], rank: int) -> torch.Tensor:
     """Gives the factors of tensors in the digest of a rank."""
-    # Odd for each tensor, times a number of the rank; these add up to zero over the group.
-    factors = [
-        (random.Random(name).getrandbits(_BITS) | 1) * _numbers_of(group)[group.index(rank)] for name, group in kept
-    ]
+    # The first rank of a group weighs as much as all others together, which adds up to zero.
+    factors = [_odd(name) * (1 - len(group) if rank == group[0] else 1) for name, group in kept]
     return torch.tensor([_signed(each) for each in factors], dtype=torch.int64)
+
+
+def _odd(name: str) -> int:
+    """Gives the factor of a tensor."""
+    return random.Random(name).getrandbits(_BITS) | 1
 
 
 def digest_of(sums: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -130,9 +133,7 @@ def sum_of_all(tensors: Mapping[str, torch.Tensor], device: torch.device) -> tor
     plain = [(name, part) for name, tensor in tensors.items() for part in plain_parts(tensor)]
     if not plain:
         return torch.zeros((), dtype=torch.int64, device=device)
-    factors = [
-        _signed(random.Random(f"{name} {place}").getrandbits(_BITS) | 1) for place, (name, _) in enumerate(plain)
-    ]
+    factors = [_signed(_odd(f"{name} {place}")) for place, (name, _) in enumerate(plain)]
     sums = torch.stack([sum_of_bits(part).to(device) for _, part in plain])
     return (sums * torch.tensor(factors, dtype=torch.int64).to(device)).sum()
 
@@ -162,13 +163,6 @@ def _ranks_of(mesh: Any, placements: tuple[Any, ...]) -> Group:
         return ()
     beside = tuple(slice(None) if each.is_replicate() else here[at] for at, each in enumerate(placements))
     return tuple(mesh.mesh[beside].flatten().tolist())
-
-
-@functools.lru_cache(maxsize=64)
-def _numbers_of(group: Group) -> tuple[int, ...]:
-    drawn = random.Random(repr(group))
-    numbers = [drawn.getrandbits(_BITS) | 1 for _ in group[1:]]
-    return (-sum(numbers), *numbers)
 
 
 def _signed(number: int) -> int:
