@@ -380,8 +380,10 @@ def report_of(run: Run) -> HealingReport:
 
 def callback_of(trainer: Trainer) -> SelfHealingCallback | None:
     """Finds the callback of a trainer, the first one if there are several."""
-    callbacks = trainer.callback_handler.callbacks
-    return next((each for each in callbacks if isinstance(each, SelfHealingCallback)), None)
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, SelfHealingCallback):
+            return callback
+    return None
 
 
 def adopt_run(trainer: Trainer, run: Run | None) -> None:

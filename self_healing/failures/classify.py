@@ -189,7 +189,7 @@ _IN_BETWEEN = ("self_healing", "tenacity")
 def drop_own_frames(error: BaseException) -> None:
     """Takes what lies in between, ours and that of retries, out of the traceback of an error that others raised."""
     chain = [*causes_of(error, shown=True)]
-    if any(isinstance(each, recipes.HealingFailed) for each in chain):
+    if recipes.HealingFailed in map(type, chain):
         return
     for each in chain:
         kept, entry, last = list[types.TracebackType](), each.__traceback__, None

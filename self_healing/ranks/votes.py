@@ -12,9 +12,9 @@ import uuid
 import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -66,9 +66,16 @@ class RanksDisagree(Exception):
     """Raised on all ranks that have come to different votes at the same time."""
 
 
-# The votes of this process, as many on all ranks as long as they go together; and the meeting before them, by a name
-# that no other ranks have had.
-_votes = SimpleNamespace(count=0, meeting="")
+@dataclass
+class _Votes:
+    """Counts the votes of this process, the same on all ranks as long as they go together."""
+
+    count: int = 0
+    # Names the meeting before them, which no other ranks have had.
+    meeting: str = ""
+
+
+_votes = _Votes()
 
 
 # ---- votes: every rank has to come ----
@@ -239,7 +246,7 @@ def job_store() -> Any:
 
 def meeting() -> str:
     """The name by which all ranks have met: that of no ranks before these, whatever a launcher has kept of them."""
-    return str(_votes.meeting)
+    return _votes.meeting
 
 
 def _key(*parts: object) -> str:
