@@ -341,9 +341,7 @@ def _rows_of(window: Window, poison: Mapping[int, list[int]], tokenizer: Any, ke
             text = row_text(batch, layout, row, tokenizer, text_keys)
             rows.append(
                 {
-                    "dataset_index": source.dataset_index,
-                    "segment": source.segment,
-                    "stream_ordinal": source.stream_ordinal,
+                    **asdict(source),
                     "content_hash": content_hash(batch, layout, row),
                     "prompt": row_text(batch, layout, row, tokenizer, prompt_keys),
                     "preview": None if text is None else text[:PREVIEW_LENGTH],

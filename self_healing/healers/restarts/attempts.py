@@ -296,16 +296,9 @@ def _refuse(run: Run, start: Start, refused: Refusal) -> NoReturn:
         # Its own stays what it is: the only place that names what this process ended with.
         refused.postmortem = str(run.directory / POSTMORTEM_FILE)
     elif refused.postmortem is None:
+        known = {"advice": refused.advice, "older_checkpoint": start.checkpoint, "other_ranks": others}
         refused.postmortem = journal.write_postmortem(
-            refused.verdict + told,
-            FailureType.PROCESS_DIED,
-            refused.step,
-            None,
-            [],
-            None,
-            advice=refused.advice,
-            older_checkpoint=start.checkpoint,
-            other_ranks=others,
+            refused.verdict + told, FailureType.PROCESS_DIED, refused.step, None, [], None, **known
         )
     attempts.postmortem = refused.postmortem
     attempts.end(ExitReason.GAVE_UP, refused.why or refused.verdict + told)

@@ -95,8 +95,8 @@ class Shutdown:
         advice = str(incident.evidence.get("remedy") or FAILURE_RECIPES[failure].advice)
         if failure not in ASKS_FOR_A_NEW_RUN:
             advice += f" {where_to_go_on(checkpoint or older)}"
-        # Noted, so that a start that is refused names it, and writes none over it.
-        path = attempts.postmortem = self._write_postmortem(verdict, failure, error, checkpoint, advice, older)
+        where = {"checkpoint": checkpoint, "older_checkpoint": older}
+        path = self._write_postmortem(verdict, failure, error, advice=advice, **where)
         return UnrecoverableTrainingError(
             f"Training stopped at step {self.step}: {verdict.rstrip('.')}. What to do: {advice} "
             f"Postmortem: {path or 'could not be written, see the log'}.",
@@ -121,9 +121,8 @@ class Shutdown:
             older = newest_checkpoint_of(run.run_id, self.output_dir) or path
         remedy = incident.evidence.get("remedy") if incident.failure is failure else None
         advice = f"{remedy or FAILURE_RECIPES[failure].advice} {where_to_go_on(emergency or older)}"
-        attempts.postmortem = self._write_postmortem(
-            describe_exception(error), failure, error, emergency, advice, older
-        )
+        where = {"checkpoint": emergency, "older_checkpoint": older}
+        self._write_postmortem(describe_exception(error), failure, error, advice=advice, **where)
         run.journal.dealt_with(incident)
         return advice
 
@@ -246,7 +245,7 @@ class Shutdown:
         self, error: BaseException, failure: FailureType, verdict: str, checkpoint: str | None = None
     ) -> None:
         older = None if checkpoint is not None else newest_checkpoint_of(self.run.run_id, self.output_dir)
-        self.attempts.postmortem = self._write_postmortem(verdict, failure, error, checkpoint, None, older)
+        self._write_postmortem(verdict, failure, error, checkpoint=checkpoint, older_checkpoint=older)
 
     # ---- the postmortem ----
 
@@ -254,17 +253,12 @@ class Shutdown:
         """Writes one where nothing may be read, because the device or the disk may not answer."""
         newest = newest_marked_checkpoint_of(self.run.run_id, self.output_dir) or self.attempts.first_resume
         advice = f"{FAILURE_RECIPES[failure].advice} {where_to_go_on(newest)}"
-        self.attempts.postmortem = self._write_postmortem(verdict, failure, error, None, advice, newest)
+        self._write_postmortem(verdict, failure, error, checkpoint=None, older_checkpoint=newest, advice=advice)
 
     def _write_postmortem(
-        self,
-        verdict: str,
-        failure: FailureType,
-        error: BaseException | None,
-        checkpoint: str | None,
-        advice: str | None,
-        older_checkpoint: str | None,
+        self, verdict: str, failure: FailureType, error: BaseException | None, **known: str | None
     ) -> str | None:
+        """`known` are the checkpoint to resume from, and the advice, if it is not that of the failure."""
         if error is not None:
             drop_own_frames(error)
         logged = self.run.trainer.state.log_history
@@ -274,9 +268,11 @@ class Shutdown:
         trained = what_is_trained(self.run.trainer, error)
         if error is not None and in_evaluation(error):
             trained += "[in evaluation]"
-        return self.run.journal.write_postmortem(
-            verdict, failure, self.step, error, logged, checkpoint, advice, older_checkpoint, None, (), ranks, trained
+        # Noted, so that a start that is refused names it, and writes none over it.
+        path = self.attempts.postmortem = self.run.journal.write_postmortem(
+            verdict, failure, self.step, error, logged, ranks=ranks, trained=trained, **known
         )
+        return path
 
     def told_by_another_rank(self, error: BaseException) -> Failure | None:
         """Finds what another rank has failed with, where an exception says no more than that it is gone."""
