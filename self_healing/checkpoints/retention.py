@@ -137,6 +137,8 @@ class RunCheckpoints:
             finite = marker["finite"] is True
         standing: TrustLevel = marker["standing"] if finite or marker["standing"] == "suspect" else "unverified"
         pinned = theirs is not None and (marker["run"], marker["time"]) == (theirs["run"], theirs["time"])
+        # Of those that rotation has taken nothing is left to follow.
+        self._followed = {number: each for number, each in self._followed.items() if each.pinned or each.path.is_dir()}
         self._followed[step] = _Followed(checkpoint, standing, finite, pinned)
         self._count_waiting()
         self._step = step

@@ -239,6 +239,14 @@ def follow(run: Path, *steps: int, **options: Any) -> RunCheckpoints:
     return keeper
 
 
+def test_a_checkpoint_that_rotation_has_taken_is_not_followed_any_longer(run: Path) -> None:
+    keeper = follow(run, 2, 4)
+    shutil.rmtree(run / "checkpoint-4")
+    keeper.saved(run / "checkpoint-6", 6)
+    # The first one is kept where rotation does not come.
+    assert keeper.waiting == [2, 6]
+
+
 # ---- a step the run comes by a second time ----
 
 
