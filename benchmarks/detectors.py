@@ -4,6 +4,7 @@ How often the detectors cry wolf, and what they catch: on loss curves of real pu
 ```bash
 python benchmarks/detectors.py          # measures, and writes the tables into docs/benchmarks.md
 python benchmarks/detectors.py --docs   # writes the tables anew from the figures there are
+python benchmarks/detectors.py --power  # measures the curves of power alone
 ```
 
 False alarms are counted on the healthy curves as they are and on block-bootstrap resamples of them: the trend of a
@@ -35,6 +36,7 @@ import platform
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Protocol
@@ -366,9 +368,9 @@ def _add(nats: Callable[[int], float]) -> Callable[[int, StepSignals], StepSigna
     return lambda since, signals: replace(signals, loss=signals.loss + nats(since))
 
 
-def _multiply_norm(since: int, signals: StepSignals) -> StepSignals:
+def _multiply_norm(times: float, since: int, signals: StepSignals) -> StepSignals:
     norm = signals.grad_norm
-    return signals if since or norm is None else replace(signals, grad_norm=10 * norm)
+    return signals if since or norm is None else replace(signals, grad_norm=times * norm)
 
 
 FAULTS = (
@@ -377,7 +379,7 @@ FAULTS = (
     Fault("shift +0.5", 10, _add(lambda since: 0.5)),
     Fault("ramp 0.01/step", 25, _add(lambda since: 0.01 * (since + 1))),
     Fault("NaN", 1, lambda since, signals: signals if since else replace(signals, loss=math.nan)),
-    Fault("gradient × 10", 1, _multiply_norm, needs_norm=True),
+    Fault("gradient × 10", 1, partial(_multiply_norm, 10), needs_norm=True),
 )
 
 
@@ -422,6 +424,38 @@ def power(curves: Sequence[Curve], make: Callable[[], Alarm], fault: Fault, ever
         if found:
             shares[curve.name] = sum(delay is not None for delay in found) / len(found)
     return shares
+
+
+# By what is changed: how soon it has to be noticed, and what a size of it does.
+SIZED: dict[str, tuple[str, int, Sequence[float], Callable[[float], Callable[[int, StepSignals], StepSignals]]]] = {
+    "spike": ("nats, in one step", 1, (0.25, 0.5, 0.75, 1, 1.5, 2, 3), lambda nats: _add(lambda s: 0 if s else nats)),
+    "shift": ("nats, for 10 steps", 10, (0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1), lambda nats: _add(lambda _: nats)),
+    "ramp": (
+        "nats a step, for 25 steps",
+        25,
+        (0.002, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.05),
+        lambda nats: _add(lambda since: nats * (since + 1)),
+    ),
+    "gradient": (
+        "times its norm, in one step",
+        1,
+        (1.5, 2, 3, 4, 6, 8, 10),
+        lambda times: partial(_multiply_norm, times),
+    ),
+}
+
+
+def power_curves(every: int) -> dict[str, Any]:
+    """Power by the size of the fault: ours, and the alternative that is closest to it."""
+    curves, found = healthy_curves(), dict[str, Any]()
+    for name, (unit, within, sizes, change) in SIZED.items():
+        faults = [Fault(f"{name} {size}", within, change(size), name == "gradient") for size in sizes]
+        lines = {
+            who: [fmean(power(curves, make, fault, every).values()) for fault in faults]
+            for who, make in {"self_healing": Ours, "OLMo mean + 6σ (128)": Rolling}.items()
+        }
+        found[name] = {"unit": unit, "sizes": sizes, "power": lines}
+    return found
 
 
 def figures(make: Callable[[], Alarm], curves: Sequence[Curve], bank: Sequence[Curve], every: int) -> dict[str, Any]:
@@ -553,6 +587,7 @@ def measure(steps: int, every: int, seed: int, runs: int) -> dict[str, Any]:
             str(factor): {key: each[key] for key in ("false_alarms_on_bootstrap", "power")}
             for factor, each in trade_off.items()
         },
+        "power_curves": power_curves(every),
         "versions": {
             "python": platform.python_version(),
             "numpy": np.__version__,
@@ -641,11 +676,15 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=6, help="simulated runs of each kind")
     parser.add_argument("--output", type=Path, default=RESULTS / "detectors.json", help="JSON file")
     parser.add_argument("--docs", action="store_true", help="only write the tables of docs/benchmarks.md anew")
+    parser.add_argument("--power", action="store_true", help="only measure power by the size of a fault anew")
     options = parser.parse_args()
-    if options.docs:
+    if options.docs or options.power:
         result = json.loads(options.output.read_text(encoding="utf-8"))
     else:
         result = measure(options.steps, options.every, options.seed, options.runs)
+    if options.power:
+        result["power_curves"] = power_curves(options.every)
+    if not options.docs:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if options.output == RESULTS / "detectors.json":
