@@ -1,15 +1,16 @@
 """
-How cost grows: with the length of a run, the size of its model, the number of its ranks. Nothing is trained.
+How cost grows: with the length of a run, the size of its model, the number of its ranks.
 
 ```bash
 python benchmarks/growth.py --all           # everything, and benchmarks/results/growth.json: about five minutes
-python benchmarks/growth.py length ranks    # some of it, printed
+python benchmarks/growth.py length ranks    # some of it; in the file the other parts stay as they were
 ```
 
-The objects are the library's own, what they are given is made up. A series is one cost at growing sizes: of a step, an
-incident, a log, a tensor, a byte, a file or a rank. It holds if no size costs more than `factor` times what a
-smaller one does; why that much is beside it. Times are those of the processor in the thread that trains, which other
-work disturbs little; the sizes take turns, and of each the least counts. What is reckoned by arithmetic says so.
+The objects are the library's own, what they are given is made up; only `training` trains, a model of a few weights. A
+series is one cost at growing sizes: of a step, an incident, a log, a tensor, a byte, a file or a rank. It holds if no
+size costs more than `factor` times what a smaller one does; why that much is beside it. Times are those of the
+processor in the thread that trains, which other work disturbs little; the sizes take turns, and of each the least
+counts. What is reckoned by arithmetic says so.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from unittest import mock
 import safetensors.torch
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerState
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +50,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from made_up_run import MadeUpRun, MadeUpWindow  # noqa: E402
 
-from self_healing import Action, HealingConfig, __version__  # noqa: E402
+from self_healing import Action, HealingConfig, SelfHealingTrainer, __version__  # noqa: E402
 from self_healing.checkpoints.marker import write_marker  # noqa: E402
 from self_healing.checkpoints.vetting import vet  # noqa: E402
 from self_healing.failures.recipes import Cause, FailureType  # noqa: E402
@@ -72,6 +74,7 @@ from self_healing.tools.judge import judge_log  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "growth.json"
 LENGTHS, INCIDENTS, RANKS = (1_000, 10_000, 100_000, 1_000_000), (10, 100, 1_000), (1, 8, 64, 256, 1_024)
+TRAINED = (1_000, 3_000, 10_000)
 MEGABYTES, FILES = (64, 256, 1_024), (1, 10, 30, 100, 300)
 # Width, layers, inner width, heads, heads of keys, vocabulary, tied: of GPT-2's size, Llama 3.2 1B, Llama 3 8B, 70B.
 MODELS = {
@@ -383,6 +386,48 @@ def write_checkpoint(place: Path, weights: Mapping[str, torch.Tensor], files: in
     return place
 
 
+# ---- training ----
+
+
+class Line(nn.Module):
+    """The smallest model: a step is little but what the Trainer and we do in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 1)
+
+    def forward(self, rows: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.line(rows) - labels).square().mean()}
+
+
+class Looks(TrainerCallback):
+    """Looks at the process after so many steps: its memory, and all objects that the collector knows."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, tuple[float, float]] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step in TRAINED:
+            gc.collect()
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            self.found[state.global_step] = pages * os.sysconf("SC_PAGE_SIZE") / 1e6, float(len(gc.get_objects()))
+
+
+def training(root: Path) -> Iterable[Found]:
+    """A healthy run with the wrapper, everything on, that logs and saves every 500 steps."""
+    every = {"logging_steps": 500, "save_steps": 500, "save_total_limit": 2, "report_to": [], "disable_tqdm": True}
+    arguments = TrainingArguments(str(root / "run"), max_steps=TRAINED[-1], use_cpu=True, **every)
+    rows = [{"rows": torch.randn(4), "labels": torch.randn(1)} for _ in range(64)]
+    looks = Looks()
+    trainer = Trainer(Line(), arguments, train_dataset=rows, callbacks=[looks])  # type: ignore[arg-type]
+    with contextlib.redirect_stdout(None):
+        # Batches are kept for a replay until the next snapshot is trusted: at each look equally many.
+        SelfHealingTrainer(trainer, HealingConfig(snapshot_interval=50)).train()
+    kept = 1.05, "the Trainer keeps what it logs"
+    for number, (what, unit) in enumerate({"memory of the process": "MB", "Python objects": ""}.items()):
+        yield series(f"training: {what}", "run", unit, TRAINED, lambda steps, n=number: looks.found[steps][n], kept)
+
+
 # ---- ranks ----
 
 
@@ -482,7 +527,12 @@ def ranks(root: Path) -> Iterable[Found]:
     yield timed("report", "rank", "ms", RANKS, lambda count: read_run(root / f"{count} ranks"), of_each, 3)
 
 
-PARTS: dict[str, Callable[[Path], Iterable[Found]]] = {"length": length, "model_size": model_size, "ranks": ranks}
+PARTS: dict[str, Callable[[Path], Iterable[Found]]] = {
+    "length": length,
+    "training": training,
+    "model_size": model_size,
+    "ranks": ranks,
+}
 
 
 def told(each: Found) -> Found:
@@ -499,7 +549,7 @@ def told(each: Found) -> Found:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
-    parser.add_argument("--all", action="store_true", help="all parts, and the JSON")
+    parser.add_argument("--all", action="store_true", help="all parts")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
@@ -508,12 +558,13 @@ def main() -> None:
     machine = {"machine": platform.machine(), "cores": os.cpu_count(), "system": platform.platform()}
     versions = {"self_healing": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     about = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), **versions, **machine}
-    result: Found = {"what": "costs at growing sizes; grown: how many times that of a smaller one", **about}
+    result: Found = {} if options.all else json.loads(RESULTS.read_text())
+    result |= {"what": "costs at growing sizes; grown: how many times that of a smaller one", **about}
     print("| series | per | unit | values by size | grown | factor | within |\n|---|---|---|---|---|---|---|")
     for part in PARTS if options.all else options.parts:
         with tempfile.TemporaryDirectory() as root:
             result[part] = [told(each) for each in PARTS[part](Path(root))]
-    if options.all:
+    if options.all or options.parts:
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -132,7 +132,7 @@ def cost_table() -> str:
 
 def growth_table() -> str:
     result, rows = read("growth"), list[list[str]]()
-    for part in ("length", "model_size", "ranks"):
+    for part in ("length", "training", "model_size", "ranks"):
         for series in result[part]:
             sizes = [*series["values"]]
             if len(sizes) < 2 or not series.get("should_be_flat"):
