@@ -23,6 +23,7 @@ from jobs import TRAINERS
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+PLOT = PAGE.parent / "img" / "detector-power.svg"
 NAMES = {
     "plain": "plain, started again",
     "options": "transformers' options",
@@ -112,6 +113,28 @@ def goodput_table() -> str:
     return f"{table(['faults', 'plain, started again', 'wrapper'], rows)}\n\n{measured_on(result['setting'])}"
 
 
+def power_plot() -> str:
+    """Power by the size of the fault, a panel for each kind: SVG."""
+    parts, colours = list[str](), ("#1f77b4", "#d95f02")
+    for number, (name, found) in enumerate(read("detectors")["power_curves"].items()):
+        left, top, width, height = 60 + number % 2 * 370, 50 + number // 2 * 240, 290, 150
+        places = [left + width * at / (len(found["sizes"]) - 1) for at in range(len(found["sizes"]))]
+        parts.append(f'<text x="{left}" y="{top - 12}" font-weight="bold">{name}: {found["unit"]}</text>')
+        for share in (0, 50, 100):
+            y = top + height * (1 - share / 100)
+            parts.append(f'<path d="M{left} {y:g}h{width}" stroke="#ccc"/>')
+            parts.append(f'<text x="{left - 6}" y="{y + 4:g}" text-anchor="end">{share} %</text>')
+        for x, size in zip(places, found["sizes"], strict=True):
+            parts.append(f'<text x="{x:.1f}" y="{top + height + 18}" text-anchor="middle">{size:g}</text>')
+        for colour, line in zip(colours, found["power"].values(), strict=True):
+            points = " ".join(f"{x:.1f},{top + height * (1 - y):.1f}" for x, y in zip(places, line, strict=True))
+            parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+    for at, (colour, who) in enumerate(zip(colours, found["power"], strict=True)):
+        parts.append(f'<text x="{60 + 150 * at}" y="18" fill="{colour}" font-weight="bold">{who}</text>')
+    head = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 740 510" font-family="sans-serif" font-size="12">'
+    return "\n".join([head, '<rect width="740" height="510" fill="#fff"/>', *parts, "</svg>\n"])
+
+
 def cost_table() -> str:
     """Time of a healthy step over the plain one, from the benchmarks of each."""
     rows = []
@@ -172,4 +195,5 @@ def page_with_tables(page: str) -> str:
 
 
 if __name__ == "__main__":
+    PLOT.write_text(power_plot(), encoding="utf-8")
     PAGE.write_text(page_with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -222,6 +222,7 @@ def test_the_tables_of_the_benchmarks_are_those_that_were_measured(monkeypatch: 
     benchmark = runpy.run_path(str(ROOT / "benchmarks" / "page.py"), run_name="page_of_benchmarks")
     page = benchmark["PAGE"].read_text(encoding="utf-8")
     assert benchmark["page_with_tables"](page) == page, "run python benchmarks/page.py"
+    assert benchmark["power_plot"]() == benchmark["PLOT"].read_text(encoding="utf-8"), "run python benchmarks/page.py"
     faults, survives = len(benchmark["survival"].FAULTS), benchmark["survives"]
     plain, healed = survives("sft", "plain"), survives("sft", "wrapper")
     told = f"an SFT run survives {plain} plain and started again, {healed} healed."
