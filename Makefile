@@ -99,6 +99,7 @@ bench: .venv/.installed
 	.venv/bin/python benchmarks/survival.py --anew
 	.venv/bin/python benchmarks/kill_points.py --anew
 	.venv/bin/python benchmarks/goodput.py --anew
+	.venv/bin/python benchmarks/recovery.py
 	.venv/bin/python benchmarks/page.py
 
 # All trainers, tools, rates and seeds, and what a step costs: hours. Each part goes on where it was left.
@@ -107,10 +108,19 @@ bench-all: .venv/.installed
 	.venv/bin/python -m pip install --quiet ckpt-chaos -c constraints.txt
 	.venv/bin/python benchmarks/kill_points.py --all
 	.venv/bin/python benchmarks/goodput.py --all
+	.venv/bin/python benchmarks/recovery.py
 	.venv/bin/python benchmarks/growth.py --all
 	.venv/bin/python benchmarks/detectors.py
+	.venv/bin/python benchmarks/counts.py
+	.venv/bin/python benchmarks/memory.py cost
+	.venv/bin/python benchmarks/memory.py throughput
+	.venv/bin/python benchmarks/snapshots.py
+	.venv/bin/python benchmarks/restarts.py
 	.venv/bin/python benchmarks/overhead.py
+	.venv/bin/python benchmarks/overhead.py --accumulation 8 --duets 8 --turns 12 \
+		--output benchmarks/results/overhead_accumulated_cpu.json
 	.venv/bin/python benchmarks/ranks.py
+	.venv/bin/python benchmarks/ranks.py --strategy fsdp2
 	.venv/bin/python benchmarks/page.py
 
 bench-gpu: gpu-needs

@@ -878,7 +878,7 @@ def throughput(options: argparse.Namespace, log: Callable[[str], None]) -> dict[
         texts = [text for text in stdlib_docstrings() if len(text) > 4 * options.tokens]
         train_tokenizer(texts, size["vocabulary"]).save_pretrained(directory)
         (Path(directory) / "texts.json").write_text(json.dumps(texts[:2000]))
-        for task in TASKS:
+        for task in options.tasks:
             log(task)
             laps: list[dict[str, list[float]]] = []
             calls: dict[str, list[int]] = {"ours": [], "by_hand": []}
@@ -969,6 +969,7 @@ def parser() -> argparse.ArgumentParser:
     costs.add_argument("--output", type=Path, help="JSON file; by default results/memory_cost_DEVICE.json")
 
     after = commands.add_parser("throughput", help="steps after healing beside those with a batch set by hand")
+    after.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     after.add_argument("--laps", type=int, default=6, help="laps of each task")
     after.add_argument("--turns", type=int, default=25, help="turns of each run in a lap that count")
     after.add_argument("--rows", type=int, default=8, help="rows of a step (DPO: half as many pairs)")

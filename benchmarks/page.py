@@ -9,6 +9,7 @@ python benchmarks/page.py
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -17,8 +18,11 @@ from typing import Any
 
 import detectors
 import goodput
+import recovery
 import survival
 from jobs import TRAINERS
+
+from self_healing.rollback.snapshots import OVERHEAD_BUDGET
 
 
 RESULTS = Path(__file__).parent / "results"
@@ -113,6 +117,93 @@ def goodput_table() -> str:
     return f"{table(['faults', 'plain, started again', 'wrapper'], rows)}\n\n{measured_on(result['setting'])}"
 
 
+def lost(strikes: list[dict[str, float]] | None) -> str:
+    """Tells in a cell what a fault took, by the median of its strikes."""
+    if strikes is None:
+        return "–"
+    found = recovery.medians(strikes)
+    again = f", {found['again']:.0f} again" if found["again"] else ""
+    return f"{found['seconds']:.1f} s = {found['steps']:.1f} steps{again}"
+
+
+def recovery_table() -> str:
+    result = read("recovery")
+    names = {fault.partition("@")[0].partition("*")[0]: what for fault, what in survival.FAULTS.items()}
+    names["network_error"] = "a call that loses its connection"
+    rows = []
+    for fault, what in names.items():
+        cells = {tool: result["strikes"].get(f"{tool}/{fault}") for tool in ("wrapper", "plain", "options")}
+        if cells["wrapper"] is not None:
+            plain = "weights are NaN" if cells["plain"] is None else lost(cells["plain"])
+            rows.append([what, str(len(cells["wrapper"])), lost(cells["wrapper"]), plain, lost(cells["options"])])
+    header = ["fault", "strikes", "wrapper", "plain, started again", "`auto_find_batch_size`"]
+    return f"{table(header, rows)}\n\n{bounds_table(result)}\n\n{measured_on(result['setting'])}"
+
+
+def bounds_table(result: dict[str, Any]) -> str:
+    """What was promised of recovery, beside what was measured."""
+    strikes, snapshots = result["strikes"], read("snapshots_cpu")
+    small, large = (each["tasks"]["sft"] for each in (read("memory_throughput_cpu"), result["limited"]))
+    ratios = [(each["in_processor_time"]["ratio"], each["ms_per_step"]["by_hand"]) for each in (large, small)]
+    rows = [
+        (
+            f"{survival.FAULTS[f'{fault}@30']}, in step times",
+            recovery.medians(strikes[f"wrapper/{fault}"])["steps"],
+            1.3,
+            1,
+        )
+        for fault in ("nan_loss", "nan_gradient")
+    ]
+    rows += [
+        (
+            f"rows per second after out of memory, over the largest batch set by hand, steps of {ms:.0f} ms",
+            ratio,
+            0.95,
+            -1,
+        )
+        for ratio, ms in ratios
+    ]
+    put_back = recovery.medians(strikes["wrapper/corrupted_weights"])["restore_steps"]
+    rows.append(("a state put back from memory, in step times", put_back, 1.0, 1))
+    of_100m = snapshots["seconds"]["restore"] / snapshots["step_seconds"]
+    rows.append((f"the same, {snapshots['parameters'] / 1e6:.0f}M parameters", of_100m, 1.0, 1))
+    cells = [
+        [
+            what,
+            f"{'at most' if sign > 0 else 'at least'} {bound}",
+            f"{found:.3f}",
+            "yes" if sign * (bound - found) >= 0 else "**no**",
+        ]
+        for what, found, bound, sign in rows
+    ]
+    return table(["", "wanted", "measured", "met"], cells)
+
+
+# Llama 3 405B ("The Llama 3 Herd of Models", 3.3.4): unexpected interruptions, days, GPUs, and the share of hardware.
+INTERRUPTIONS, DAYS, OF_GPUS, HARDWARE = 419, 54, 16_384, 0.78
+# Assumed, in seconds: a step, what a checkpoint holds training up, and of a restart what both have and the load.
+STEP, SAVE, START, LOAD = 10.0, 60.0, 300.0, 60.0
+
+
+def scale_table() -> str:
+    """Goodput by arithmetic, at numbers of GPUs where nothing was measured."""
+    sizes = read("restarts_cpu")["sizes"]
+    faster = sizes[-1]["times_as_long_as_from_memory"]["state, disk, cold"]
+    again, rows = recovery.medians(read("recovery")["strikes"]["wrapper/sigkill"])["again"], list[list[str]]()
+    for gpus in (8, 64, 512, 2_048, 16_384):
+        a_day = INTERRUPTIONS / DAYS / OF_GPUS * gpus
+        apart = 86_400 / a_day
+        interval = math.sqrt(2 * SAVE * apart)
+        from_disk, from_memory = START + LOAD + interval / 2, START + LOAD / faster + again * STEP
+        cells = [f"{gpus:,}", f"{a_day:.2g}", f"{interval / 60:.0f} min"]
+        for disk, snapshots in ((1.0, 0.0), (HARDWARE, OVERHEAD_BUDGET), (0.0, OVERHEAD_BUDGET)):
+            waste = SAVE / interval + snapshots + (disk * from_disk + (1 - disk) * from_memory) / apart
+            cells.append(f"{1 / (1 + waste):.3f}")
+        rows.append(cells)
+    header = ["GPUs", "interruptions a day", "a checkpoint every", "plain, started again"]
+    return table([*header, f"ours, {HARDWARE:.0%} lose their memory".replace("%", " %"), "ours, none does"], rows)
+
+
 def power_plot() -> str:
     """Power by the size of the fault, a panel for each kind: SVG."""
     parts, colours = list[str](), ("#1f77b4", "#d95f02")
@@ -179,6 +270,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "survival": survival_tables,
     "kill points": kill_points_table,
     "goodput": goodput_table,
+    "recovery": recovery_table,
+    "scale": scale_table,
     "cost": cost_table,
     "growth": growth_table,
 }
