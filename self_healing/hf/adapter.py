@@ -181,9 +181,11 @@ class Instrument:
     # ---- the wrapped methods, in the order a step calls them ----
 
     def _on_epoch_begin(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.failsafe.contained():
+        try:
             self.position.epoch_begins()
             self.reentry.epoch_begins()
+        except Exception as error:
+            self.failsafe.contain(error)
         return original(*args, **kwargs)
 
     def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -97,13 +97,13 @@ class Start:
 
 def find_start(trainer: Any, config: HealingConfig, requested: str | os.PathLike[str] | bool | None) -> Start:
     """Finds where a run begins."""
-    args, in_memory = trainer.args, list[SharedStep]()
+    args = trainer.args
     refuse_unwritable(args)
     of_ranks = votes.from_every_rank("how the job was started", (launch_of(), loads_more(trainer)), args.device)
     launch = of_all_ranks([each for each, _ in of_ranks])
-    if config.resume_after_restart and launch.started_again and all(more is None for _, more in of_ranks):
-        in_memory = steps_in_memory(args.output_dir, args.process_index, args.device)
     restarted = config.resume_after_restart and launch.started_again
+    whole = restarted and all(more is None for _, more in of_ranks)
+    in_memory = steps_in_memory(args.output_dir, args.process_index, args.device) if whole else []
     look = partial(_look_for_start, trainer, requested, launch, restarted)
     start = _found_by_first_rank(partial(look, in_memory), args.device)
     if start.shared is None:
