@@ -146,7 +146,8 @@ class KnownBadSamples:
                 continue
             self.blocked[sample.name] = sample.why
             self.new.append(sample)
-            _write_down(self.path, [{"kind": "bad_sample", "time": time.time(), **self.whose, **asdict(sample)}])
+            line = {"kind": "bad_sample", "time": time.time(), **self.whose, **asdict(sample)}
+            _write_down(self.path, [line], "%s could not be written; the sample is replaced all the same.")
 
     def loaded_on_retry(self, what: str, error: BaseException) -> None:
         raised = describe_exception(error) if self.keep_text else type(error).__name__
@@ -199,14 +200,12 @@ class KnownBadSamples:
         return new, retried
 
 
-def _write_down(path: str, lines: Iterable[dict[str, Any]]) -> None:
+def _write_down(path: str, lines: Iterable[dict[str, Any]], otherwise: str) -> None:
     try:
         for line in lines:
             append_line(path, line)
-    except OSError as error:
-        logger.warning(
-            "%s could not be written (%s); what was to be named there is not used all the same.", path, error
-        )
+    except OSError:
+        logger.warning(otherwise, path, exc_info=True)
 
 
 def row_key(row: Mapping[str, Any]) -> str:
@@ -278,7 +277,7 @@ class Quarantine:
             line = {"time": time.time(), "incident": incident, "step": step, "epoch": epoch}
             lines.append(line | row | ({} if known is None else known.whose))
         self.share(blocked, keys)
-        _write_down(str(self.path), lines)
+        _write_down(str(self.path), lines, "%s could not be written; the rows were dropped all the same.")
 
     def add_completions(self, given: Mapping[str, Any], reward: str, error: BaseException, incident: Incident) -> None:
         """Writes down completions that a reward function raises for, of what it is given for them."""
