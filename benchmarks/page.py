@@ -93,6 +93,17 @@ def survives(trainer: str, tool: str) -> int:
     return sum(bool(row and row["finished"]) for row in rows)
 
 
+def goes_on(tool: str) -> tuple[int, int]:
+    """Counts the kill points from which a tool has come to the end of the run that was not killed, and all of them."""
+    killed = read("kill_points")["tools"][tool]["killed"].values()
+    return sum(each["became"] == "same" for each in killed), len(killed)
+
+
+def trains(tool: str, kind: str, rate: int) -> str:
+    """The share of the time that trains while faults strike, as the README quotes it."""
+    return f"{100 * statistics.mean(goodput.shares(read('goodput')['cells'], tool, kind, rate)):.0f} %"
+
+
 def kill_points_table() -> str:
     result = read("kill_points")
     rows = []

@@ -28,12 +28,12 @@ import datasets
 import jobs
 import memory
 import transformers
-from goodput import ROWS
 from jobs import Job
 from survival import setting
 
 
 RESULT = Path(__file__).parent / "results" / "recovery.json"
+ROWS = 96
 # A checkpoint is so many steps old on average, where a death strikes.
 SAVED_EVERY = 10
 # Steps before a strike whose median is what the struck one would have taken.

@@ -225,8 +225,14 @@ def test_the_tables_of_the_benchmarks_are_those_that_were_measured(monkeypatch: 
     assert benchmark["power_plot"]() == benchmark["PLOT"].read_text(encoding="utf-8"), "run python benchmarks/page.py"
     faults, survives = len(benchmark["survival"].FAULTS), benchmark["survives"]
     plain, healed = survives("sft", "plain"), survives("sft", "wrapper")
-    told = f"an SFT run survives {plain} plain and started again, {healed} healed."
-    assert f"Of {faults} [faults](docs/benchmarks.md), {told}" in (ROOT / "README.md").read_text(encoding="utf-8")
+    (plainly, points), (goes_on, of) = benchmark["goes_on"]("plain"), benchmark["goes_on"]("wrapper")
+    quoted = (
+        f"Of {faults} [faults](docs/benchmarks.md), an SFT run survives {plain} plain and started again, {healed} healed",
+        f"goes on bitwise from {goes_on} of {of} kill points of its saves (plain: {plainly} of {points})",
+        f"{benchmark['trains']('wrapper', 'inside steps', 50)} of the time trains",
+    )
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert [each for each in quoted if each not in readme] == []
 
 
 def measured(name: str) -> dict[str, Any]:
