@@ -42,7 +42,7 @@ class HealingActions:
     one, the training arguments are changed, for the trainer that is built with them next, or for that of
     `SelfHealingTrainer.actions_engine`. What `roll_back` finds is in `args.resume_from_checkpoint`, which a script
     hands to `train()`. The learning rate of an optimizer that exists is changed where the trainer is known: by
-    `SelfHealingTrainer.actions_engine`.
+    `SelfHealingTrainer.actions_engine`; a checkpoint that `train()` resumes from brings rates of its own.
 
     Args:
         config ([`HealingConfig`] or `dict`, *optional*):

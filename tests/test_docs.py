@@ -227,7 +227,8 @@ def test_the_tables_of_the_benchmarks_are_those_that_were_measured(monkeypatch: 
     plain, healed = survives("sft", "plain"), survives("sft", "wrapper")
     (plainly, points), (goes_on, of) = benchmark["goes_on"]("plain"), benchmark["goes_on"]("wrapper")
     quoted = (
-        f"Of {faults} [faults](docs/benchmarks.md), an SFT run survives {plain} plain and started again, {healed} healed",
+        f"Of {faults} [faults](docs/benchmarks.md), an SFT run survives {plain} plain and started again, "
+        f"{healed} healed",
         f"goes on bitwise from {goes_on} of {of} kill points of its saves (plain: {plainly} of {points})",
         f"{benchmark['trains']('wrapper', 'inside steps', 50)} of the time trains",
     )

@@ -148,7 +148,7 @@ class ServiceCalls(Healer):
         async def answered(asked: _Asked, *args: Any, **kwargs: Any) -> Any:
             try:
                 return self._answer(asked, await reward(*args, **kwargs))
-            except BaseException as error:
+            except Exception as error:
                 failed = self._of_completions(error, asked)
             return await self._ask_again(asked, failed)
 

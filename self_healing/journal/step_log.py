@@ -138,7 +138,8 @@ def _merge(rows: list[StepRow]) -> StepRow:
         elif column in _LARGEST:
             columns[column] = max(value for value, _ in known)
         else:
-            columns[column] = sum(value * steps for value, steps in known) / sum(steps for _, steps in known)
+            total = sum(steps for _, steps in known)
+            columns[column] = sum(value * steps for value, steps in known) / total if total else _NAN
     return rows[-1]._replace(**columns)
 
 

@@ -11,7 +11,9 @@ import torch
 from conftest import (
     POISON_WORD,
     TEXTS,
+    OutputFault,
     PoisonToken,
+    assert_same_weights,
     dpo_trainer,
     journal,
     kto_trainer,
@@ -66,7 +68,7 @@ def test_exactly_the_poison_rows_are_named_and_the_run_goes_on(tmp_path: Path, t
     assert all(torch.isfinite(torch.tensor(losses(trainer))))
 
 
-def test_a_poison_row_is_found_for_less_than_three_steps(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_poison_row_is_found_for_less_than_three_steps_more(tmp_path: Path, tokenizer: Any) -> None:
     rows, computed = 64, list[int]()
 
     class Struck(TrainerCallback):
@@ -86,7 +88,23 @@ def test_a_poison_row_is_found_for_less_than_three_steps(tmp_path: Path, tokeniz
     # Struck, again, and without the row; between these, what finds it.
     assert computed[:2] == [rows, rows]
     assert computed[-1] == rows - 1
-    assert sum(computed[2:-1]) < 2 * rows
+    assert sum(computed[2:-1]) < 3 * rows
+
+
+@pytest.mark.parametrize("computations", [9, 12])
+def test_rows_are_not_to_blame_for_a_fault_that_lasts_while_they_are_searched(
+    tmp_path: Path, tokenizer: Any, computations: int
+) -> None:
+    arguments = {"max_steps": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "dropout": 0.0}
+    plain = sft_trainer(tmp_path / "plain", tokenizer, **arguments)
+    plain.train()
+    healed = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback()], **arguments)
+    fault = OutputFault(healed.model, lambda number: 4 <= number < 4 + computations)
+    healed.train()
+
+    assert fault.fired == computations
+    assert not quarantined(tmp_path / "healed")
+    assert_same_weights(weights(healed), weights(plain))
 
 
 def test_the_gradient_is_that_of_the_batch_without_the_poison_rows(tmp_path: Path, tokenizer: Any) -> None:

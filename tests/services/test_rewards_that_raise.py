@@ -121,14 +121,8 @@ class Cancelled(Reward):
         return super().__call__(**given)
 
 
-class AsyncCancelled(Cancelled):
-    async def __call__(self, **given: Any) -> list[float | None]:  # type: ignore[override]
-        return super().__call__(**given)
-
-
-@pytest.mark.parametrize("form", [Cancelled, AsyncCancelled])
-def test_a_reward_that_was_cancelled_is_asked_again(tmp_path: Path, tokenizer: Any, form: type[Cancelled]) -> None:
-    trainer = trained("grpo", tmp_path, tokenizer, form(lambda *_: False))
+def test_a_reward_that_was_cancelled_is_asked_again(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = trained("grpo", tmp_path, tokenizer, Cancelled(lambda *_: False))
     assert trainer.state.global_step == 3
     assert [event["outcome"] for event in journal(tmp_path, "outcome")] == ["resolved"]
 

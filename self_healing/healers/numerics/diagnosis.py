@@ -56,9 +56,6 @@ def diagnose(window: Window, instrument: Instrument, healthy_inputs: Any) -> Dia
             {"tensors": corrupted[:20], "tensors_total": len(corrupted)},
         )
     found = _look_at_rows(window, healthy_inputs, device)
-    if found.poison_rows:
-        # Each of them was found twice, and all others are computed together, before anything is applied.
-        return found
     # A fault may last for longer than one computation, and strike in the experiments: before data or numbers are
     # blamed for it, the whole is computed once more.
     window.recompute()
