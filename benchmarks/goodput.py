@@ -11,13 +11,14 @@ SIGTERM) are drawn apart, one for each so many steps, each at a random step of i
 plain trainer started again from its last checkpoint, at the same time, on a core each.
 
 Goodput = updates in the weights x clean step / time from the first start to the end of training; a run with NaN in its
-weights has none. The clean step is the mean of the plain trainer without faults, on the same batches, by how much
-slower the machine was meanwhile: the median of what a step took over what the same step took there.
+weights has none. The clean step is the mean of the run's own steps that nothing struck, so that a machine that is
+slower for a while is slower in both; what healing costs such a step is measured by itself (`overhead.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -57,34 +58,28 @@ def measure(rates: list[int], seeds: int, cells: dict[str, Any], anew: bool) -> 
     """Runs what is not there yet, or all of it, and writes the file after each pair of jobs."""
     jobs.warm_up()
     for seed in range(seeds):
-        for kind, faults in [
-            ("", ""),
-            *((f"{kind}/{rate}", schedule(kind, rate, seed)) for kind in KINDS for rate in rates),
-        ]:
-            missing = [tool for tool in TOOLS if anew or f"{tool}/{seed}/{kind}" not in cells]
+        for kind, rate in itertools.product(KINDS, rates):
+            faults = schedule(kind, rate, seed)
+            missing = [tool for tool in TOOLS if anew or f"{tool}/{seed}/{kind}/{rate}" not in cells]
             with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(len(TOOLS)) as pool:
-                started = {
-                    tool: Job("sft", tool, Path(directory) / tool, faults, seed, STEPS, SAVED_EVERY, ROWS)
-                    for tool in missing
-                }
-                outcomes = dict(zip(missing, pool.map(partial(jobs.run, starts=12), started.values()), strict=True))
+                where = Path(directory)
+                shared = faults, seed, STEPS, SAVED_EVERY, ROWS
+                started = [Job("sft", tool, where / tool, *shared) for tool in missing]
+                outcomes = dict(zip(missing, pool.map(partial(jobs.run, starts=12), started), strict=True))
             for tool, outcome in outcomes.items():
-                key, seconds = f"{tool}/{seed}/{kind}", outcome.step_seconds
-                clean = seconds if key == f"plain/{seed}/" else clean_steps(cells, seed)
-                slower = statistics.median(seconds[step] / clean[step] for step in seconds.keys() & clean.keys())
-                cells[key] = asdict(outcome) | {
-                    "faults": faults,
-                    "step_seconds": {step: round(each, 4) for step, each in seconds.items()} if not kind else {},
-                    "clean_step": slower * statistics.mean(clean.values()),
-                }
+                found = asdict(outcome)
+                seconds, key = found.pop("step_seconds"), f"{tool}/{seed}/{kind}/{rate}"
+                usual = [each for step, each in seconds.items() if step not in struck_in(faults)]
+                cells[key] = found | {"faults": faults, "clean_step": statistics.mean(usual)}
                 told = f"finished={outcome.finished} {outcome.why}"
                 print(f"{key:28} {told}, {outcome.starts} starts, {outcome.seconds:.1f} s", flush=True)
-                RESULT.write_text(json.dumps({"setting": setting(), "steps": STEPS, "cells": cells}, indent=1) + "\n")
+            RESULT.write_text(json.dumps({"setting": setting(), "steps": STEPS, "cells": cells}, indent=1) + "\n")
 
 
-def clean_steps(cells: dict[str, Any], seed: int) -> dict[int, float]:
-    """Gives the seconds of each step of the plain trainer that no fault strikes."""
-    return {int(step): seconds for step, seconds in cells[f"plain/{seed}/"]["step_seconds"].items()}
+def struck_in(faults: str) -> set[int]:
+    """Gives the steps that a schedule strikes, each with the two in which the last of it is dealt with."""
+    struck = [int(fault.rpartition("@")[2]) for fault in faults.split(",")]
+    return {step + further for step in struck for further in (1, 2, 3)}
 
 
 def shares(cells: dict[str, Any], tool: str, kind: str, rate: int) -> list[float]:
