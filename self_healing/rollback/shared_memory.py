@@ -417,11 +417,10 @@ class SharedStates:
             file = self._new_file(".block")
             try:
                 block = HostBlock(nbytes, pinned, file)
-            except OSError as error:
-                self._give_up(error)
-            else:
                 weakref.finalize(block, self._remove, file).atexit = False
                 return block
+            except OSError as error:
+                self._give_up(error)
         return HostBlock(nbytes, pinned)
 
     def holds(self, snapshot: Snapshot) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from conftest import tiny_model
@@ -223,3 +225,14 @@ class TestRing:
         assert host.stride() == torch.empty_like(tensor).stride()
         assert torch.equal(host.double(), tensor.double()) if not host.is_complex() else torch.equal(host, tensor)
         assert torch.equal(kept["after"].host, torch.ones(3))
+
+
+@pytest.mark.skipif(not psutil.LINUX, reason="where the kernel says what is resident")
+def test_the_pages_of_the_next_snapshot_are_taken_before_it_is_copied() -> None:
+    """On a GPU all launches wait for pages that are missing when memory is pinned: seconds."""
+    ring, nbytes = SnapshotRing(), 256 << 20
+    before = psutil.Process().memory_info().rss
+    ring.reserve(nbytes, torch.device("cpu"))
+    while ring.reserving:
+        time.sleep(0.01)
+    assert psutil.Process().memory_info().rss - before > 0.9 * nbytes
