@@ -41,6 +41,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from overhead import WARM_UP, Turn, keep_freed_memory, median_and_interval, processor
+from overhead import WARM_UP, Turn, in_turns, keep_freed_memory, median_and_interval, processor
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
@@ -211,7 +212,7 @@ class Cost:
         order = [*runs][first % len(runs) :] + [*runs][: first % len(runs)]
         turns = {name: Turn(self.options.turn, self.on_device) for name in order}
         for name, following in zip(order, order[1:] + order[:1], strict=True):
-            turns[name].other = turns[following]
+            turns[name].theirs = turns[following].mine
 
         def train(name: str) -> None:
             # OpenMP keeps the number of threads for each calling thread.
@@ -694,7 +695,7 @@ def limited(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str
         train_tokenizer(texts, options.vocabulary).save_pretrained(directory)
         (Path(directory) / "texts.json").write_text(json.dumps(texts[:2000]))
         for task in options.tasks:
-            for lengths in ("every",) if task == "grpo" else ("every", "some"):
+            for lengths in ("every",) if task == "grpo" else options.lengths:
                 job = Job(
                     task=task,
                     variant="full",
@@ -822,15 +823,18 @@ class Calls(TrainerCallback):
 
 @dataclass
 class Side:
-    """One of the two runs of a duet."""
+    """What became of one of the two runs of a duet: the seconds of its steps, calls of the model, failed attempts."""
 
-    trainer: Any
-    device: SmallDevice
-    calls: Calls
-    turn: Turn
+    seconds: list[float]
+    calls: list[int]
+    failures: int
 
 
-def side_of(job: Job, turn: Turn) -> Side:
+def side_of(job: Job, mine: Any, theirs: Any) -> Side:
+    """One of them."""
+    # Of the processor: what else the machine does falls on neither.
+    turn = Turn(1, None, time.thread_time)
+    turn.mine, turn.theirs = mine, theirs
     trainer = trainer_for(job)
     trainer.remove_callback(PrinterCallback)
     small, calls = SmallDevice(trainer, job.simulate_rows * job.length), Calls(trainer)
@@ -838,41 +842,27 @@ def side_of(job: Job, turn: Turn) -> Side:
         trainer.add_callback(SelfHealingCallback())
     trainer.add_callback(calls)
     trainer.add_callback(turn)
-    return Side(trainer, small, calls, turn)
+    turn.wait()
+    trainer.train()
+    return Side(turn.seconds[WARM_UP - 1 :], calls.of_steps[WARM_UP:], len(small.fired))
 
 
-def duet(job: Job, by_hand_first: bool) -> tuple[dict[str, list[float]], dict[str, Side]]:
-    """Seconds per step in each turn of the healed run and of the one with a batch set by hand."""
+def duet(job: Job, by_hand_first: bool) -> dict[str, Side]:
+    """The healed run and the one with a batch set by hand, which take turns step by step."""
     pieces = job.rows // (job.simulate_rows // (2 if job.task == "dpo" else 1))
-    jobs = {
-        "ours": dataclasses.replace(job, variant="ours"),
-        "by_hand": dataclasses.replace(
-            job, variant="by_hand", rows=job.rows // pieces, accumulation=job.accumulation * pieces
-        ),
-    }
-    # Of the processor: what else the machine does falls on neither.
-    turns = {name: Turn(1, None, time.thread_time) for name in jobs}
-    turns["ours"].other, turns["by_hand"].other = turns["by_hand"], turns["ours"]
-    sides = {name: side_of(each, turns[name]) for name, each in jobs.items()}
-
-    def train(name: str) -> None:
-        torch.set_num_threads(1)
-        turns[name].wait()
-        sides[name].trainer.train()
-
-    with ThreadPoolExecutor(2) as threads:
-        gc.collect()
-        running = [threads.submit(train, name) for name in sides]
-        turns["by_hand" if by_hand_first else "ours"].mine.release()
-        for each in running:
-            each.result()
-    if sides["by_hand"].device.fired or not sides["ours"].device.fired:
+    by_hand = {"variant": "by_hand", "rows": job.rows // pieces, "accumulation": job.accumulation * pieces}
+    jobs = (job, dataclasses.replace(job, **by_hand))
+    sides = dict(
+        zip(("ours", "by_hand"), in_turns([partial(side_of, each) for each in jobs], by_hand_first), strict=True)
+    )
+    if sides["by_hand"].failures or not sides["ours"].failures:
         raise RuntimeError(f"{job.task}: {job.simulate_rows} rows are no limit to the one and a limit to the other")
-    return {name: turn.seconds[WARM_UP - 1 :] for name, turn in turns.items()}, sides
+    return sides
 
 
 def throughput(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str, Any]:
     keep_freed_memory()
+    torch.set_num_threads(1)
     size, tasks = SIZES["cpu"], {}
     with tempfile.TemporaryDirectory() as directory:
         texts = [text for text in stdlib_docstrings() if len(text) > 4 * options.tokens]
@@ -900,11 +890,11 @@ def throughput(options: argparse.Namespace, log: Callable[[str], None]) -> dict[
                     generations=4,
                     simulate_rows=options.fit,
                 )
-                seconds, sides = duet(job, by_hand_first=lap % 2 == 1)
-                laps.append(seconds)
+                sides = duet(job, by_hand_first=lap % 2 == 1)
+                laps.append({name: each.seconds for name, each in sides.items()})
                 for name, each in sides.items():
-                    calls[name] += each.calls.of_steps[WARM_UP:]
-                failures.append(len(sides["ours"].device.fired))
+                    calls[name] += each.calls
+                failures.append(sides["ours"].failures)
                 for path in Path(directory).glob(f"{task}-*"):
                     shutil.rmtree(path, ignore_errors=True)
             tasks[task] = {
@@ -983,6 +973,7 @@ def parser() -> argparse.ArgumentParser:
     cuda.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     cuda.add_argument("--simulate-rows", type=int, help="on the CPU: rows of full length above which calls fail")
     cuda.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    cuda.add_argument("--lengths", nargs="+", default=["every", "some"], choices=["every", "some"])
     cuda.add_argument("--share", type=float, default=0.5, help="part of what the batch needs that there is")
     cuda.add_argument("--rows", type=int, help="rows of a batch (DPO: half as many pairs)")
     cuda.add_argument("--accumulation", type=int, default=2)

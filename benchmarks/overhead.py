@@ -1,11 +1,11 @@
 """
 What the callback costs on a run in which nothing goes wrong.
 
-Two runs go on at once, in two threads that take turns: the plain trainer does a step, the one with a
-`SelfHealingCallback` does a step, and so on. Whatever else the machine is doing falls on both alike. Each such duet
-gives the median over its pairs of steps. Whichever run begins has the better memory (1 % and more of a step), so two
-duets, one in which either begins, count as one value, their mean; reported are the median over these and its bootstrap
-confidence interval.
+Two runs go on at once, in two processes that take turns: the plain trainer does a step, the one with a
+`SelfHealingCallback` does a step, and so on. Whatever else the machine is doing falls on both alike, and neither is in
+the way of the other in one heap, which costs either up to 15 %. Each such duet gives the median over its pairs of
+steps. Two duets, one in which either begins, count as one value, their mean; reported are the median over these and
+its bootstrap confidence interval.
 
 ```bash
 python benchmarks/overhead.py
@@ -26,6 +26,7 @@ import cProfile
 import ctypes
 import gc
 import json
+import multiprocessing
 import os
 import platform
 import pstats
@@ -33,8 +34,9 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +73,9 @@ class Turn(TrainerCallback):
     def __init__(self, steps: int, on_device: Any, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: list[float] = []
         self.cpu_seconds: list[float] = []
-        self.mine = threading.Semaphore(0)
-        self.other: Turn | None = None
+        # Of a thread or a process: acquired before a turn of this run, and released for one of the next run.
+        self.mine: Any = threading.Semaphore(0)
+        self.theirs: Any = None
         self._steps = steps
         self._on_device = on_device
         self._clock = clock
@@ -94,7 +97,7 @@ class Turn(TrainerCallback):
         if self._began is not None:
             self.seconds.append((self._clock() - self._began) / self._steps)
             self.cpu_seconds.append((time.thread_time() - self._cpu_began) / self._steps)
-        self.other.mine.release()
+        self.theirs.release()
         if state.global_step < state.max_steps:
             self.wait()
         self._began, self._cpu_began = self._clock(), time.thread_time()
@@ -196,25 +199,36 @@ class Bench:
 
     def duet(self, healed_first: bool) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
         """Seconds per step, plain and healed, of each pair of turns: on the clock, and of the thread's CPU time."""
-        turns = {healed: Turn(self.options.turn, self.on_device) for healed in (False, True)}
-        for healed, turn in turns.items():
-            turn.other = turns[not healed]
+        plain, healed = in_turns([partial(self.timed, healed) for healed in (False, True)], int(healed_first))
+        clock, cpu = (list(zip(*each, strict=True)) for each in zip(plain, healed, strict=True))
+        return clock[WARM_UP - 1 :], cpu[WARM_UP - 1 :]
 
-        def train(healed: bool, directory: str) -> None:
-            # OpenMP keeps the number of threads for each calling thread.
-            torch.set_num_threads(self.options.threads)
-            turns[healed].wait()
-            trainers[healed].train()
-
-        with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(2) as threads:
-            trainers = {healed: self.trainer(healed, turn, directory) for healed, turn in turns.items()}
+    def timed(self, healed: bool, mine: Any, theirs: Any) -> tuple[list[float], list[float]]:
+        """One of the two runs."""
+        torch.set_num_threads(self.options.threads)
+        turn = Turn(self.options.turn, self.on_device)
+        turn.mine, turn.theirs = mine, theirs
+        with tempfile.TemporaryDirectory() as directory:
+            trainer = self.trainer(healed, turn, directory)
             gc.collect()
-            running = [threads.submit(train, healed, directory) for healed in (False, True)]
-            turns[healed_first].mine.release()
-            for run in running:
-                run.result()
-        clock = list(zip(turns[False].seconds, turns[True].seconds, strict=True))[WARM_UP - 1 :]
-        return clock, list(zip(turns[False].cpu_seconds, turns[True].cpu_seconds, strict=True))[WARM_UP - 1 :]
+            turn.wait()
+            trainer.train()
+        return turn.seconds, turn.cpu_seconds
+
+
+def in_turns(runs: Sequence[Callable[[Any, Any], Any]], first: int = 0) -> list[Any]:
+    """
+    Two runs at once, each in a process of its own, begun alike by a fork.
+
+    Each is called with the semaphore that it acquires before its turns, and the one that it releases after them. The
+    `first` run begins.
+    """
+    context = multiprocessing.get_context("fork")
+    with context.Manager() as shared, ProcessPoolExecutor(2, context) as processes:
+        turns = [shared.Semaphore(0) for _ in runs]
+        running = [processes.submit(run, *pair) for run, pair in zip(runs, (turns, turns[::-1]), strict=True)]
+        turns[first].release()
+        return [each.result() for each in running]
 
 
 def keep_freed_memory() -> None:
@@ -266,6 +280,8 @@ def processor() -> str:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     keep_freed_memory()
+    # A process that has worked with several threads cannot be forked.
+    torch.set_num_threads(1)
     bench = Bench(options)
     measured = [bench.duet(healed_first=number % 2 == 1) for number in range(options.duets)]
     duets, cpu_duets = [clock for clock, _ in measured], [cpu for _, cpu in measured]

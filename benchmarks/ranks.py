@@ -115,6 +115,7 @@ class RankTurn(Turn):
             self.wait()
 
     ended = False
+    other: RankTurn | None = None
 
     def _note(self) -> None:
         self._synchronize()
@@ -230,7 +231,7 @@ class RanksBench(Bench):
     ) -> Timed:
         turns = [RankTurn(self.options.turn, BothRanks) for _ in trainers]
         for turn, other in zip(turns, reversed(turns), strict=True):
-            turn.other = other
+            turn.other, turn.theirs = other, other.mine
         own = OwnThreads()
         callbacks: list[list[TrainerCallback]] = [[turn] for turn in turns]
         callbacks[healed] = [healing, turns[healed], own]
@@ -243,7 +244,7 @@ class RanksBench(Bench):
             trainers[number].train()
             for callback in callbacks[number]:
                 trainers[number].remove_callback(callback)
-            turns[number].other.mine.release()
+            turns[number].theirs.release()
 
         dist.barrier()
         running = [thread.submit(train, number) for number, thread in enumerate(threads)]
