@@ -259,7 +259,7 @@ def test_the_overhead_is_quoted_as_measured() -> None:
 
 
 def test_the_cost_of_snapshots_is_quoted_as_measured() -> None:
-    found = measured("snapshots_cpu")
+    found, first = measured("snapshots_cpu"), measured("gpu_first_steps")["cases"]
     seconds = found["seconds"]
     quoted = [
         f"a Llama of {found['parameters'] / 1e6:.1f}M parameters",
@@ -270,6 +270,7 @@ def test_the_cost_of_snapshots_is_quoted_as_measured() -> None:
         f"putting it back takes {seconds['restore']:.3f} s",
         f"took {seconds['save_checkpoint']:.2f} s and loading it again {seconds['load_checkpoint']:.2f} s",
         f"{found['snapshot_over_save']:.0%}".replace("%", " %") + " of the time of a checkpoint",
+        f"by {first['0.5B']['held_up']:.1f} s with 0.5B parameters, by {first['1.5B']['held_up']:.1f} s with 1.5B",
     ]
     assert_quoted("detection", quoted=quoted)
 

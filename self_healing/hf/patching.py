@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from traceback import walk_stack
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -49,15 +49,12 @@ class Interception(functools.partial[Any]):
         return self.args[0] if copied is None or method is None else types.MethodType(method, copied)
 
 
-class Replacements:
+class Replacements(contextlib.AbstractContextManager["Replacements", None]):
     """Replaces attributes of objects, and gives them back, at the latest where its block ends. No class is touched."""
 
     def __init__(self) -> None:
         self.held: list[_Replaced] = []
         """What is replaced now, in order; empty once all is given back."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.give_back()

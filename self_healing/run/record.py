@@ -174,13 +174,13 @@ class RunRecord:
         path = self.directory / RECORD_FILE
         try:
             with WRITING:
-                replace_file(path, json.dumps(jsonable(content), indent=1) + "\n", sync=True)
+                replace_file(path, json.dumps(jsonable(content)) + "\n", sync=True)
         except OSError as error:
             text = "%s could not be written (%s): a restart will not know of budgets and earlier attempts."
             logger.warning(text, path, error)
 
     def describe_attempts(self) -> list[dict[str, Any]]:
-        return [asdict(attempt) for attempt in self.attempts]
+        return list(map(asdict, self.attempts))
 
 
 # ---- progress mark: how far a process has come, on disk after each step, for whoever finds it killed ----

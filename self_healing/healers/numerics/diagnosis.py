@@ -41,20 +41,20 @@ _BEHIND_THE_PLACE = {
 
 
 def diagnose(window: Window, instrument: Instrument, healthy_inputs: Any) -> Diagnosis:
-    window.recompute()
-    if window.signals().finite:
-        return Diagnosis(FailureType.NONFINITE_TRANSIENT, Cause.TRANSIENT, {"reexecutions": 1})
-    device = instrument.view.device
-    # What a failing forward left in batch norm statistics is a consequence, not a cause.
-    window.restore_buffers()
-    # Whatever comes of the step, these are not applied; what is done next may need their memory.
-    window.discard()
-    corrupted = instrument.view.nonfinite_tensors()
-    if votes.any_rank("the state is corrupted", bool(corrupted), device):
-        evidence = {"tensors": corrupted[:20], "tensors_total": len(corrupted)}
-        return Diagnosis(FailureType.CORRUPTED_STATE, Cause.CORRUPTED_STATE, evidence)
-    alone = processes.world_size() == 1 and not instrument.trainer.is_deepspeed_enabled
+    alone = instrument.view.world_size == 1 and not instrument.view.under_deepspeed
     with window.engine.backward_through(_backward_if_finite) if alone else contextlib.nullcontext():
+        window.recompute()
+        if window.signals().finite:
+            return Diagnosis(FailureType.NONFINITE_TRANSIENT, Cause.TRANSIENT, {"reexecutions": 1})
+        device = instrument.view.device
+        # What a failing forward left in batch norm statistics is a consequence, not a cause.
+        window.restore_buffers()
+        # Whatever comes of the step, these are not applied; what is done next may need their memory.
+        window.discard()
+        corrupted = instrument.view.nonfinite_tensors()
+        if votes.any_rank("the state is corrupted", bool(corrupted), device):
+            evidence = {"tensors": corrupted[:20], "tensors_total": len(corrupted)}
+            return Diagnosis(FailureType.CORRUPTED_STATE, Cause.CORRUPTED_STATE, evidence)
         found = _look_at_rows(window, healthy_inputs, device)
         # A fault may last for longer than one computation, and strike in the experiments: before data or numbers are
         # blamed for it, the whole is computed once more.

@@ -42,8 +42,7 @@ class StepExperiments:
 
     def probe(self, index: int, rows: Sequence[int]) -> bool:
         """Whether some rows of a micro-batch alone give a finite loss and finite gradients."""
-        layout = self.layout(index)
-        return self._probe(index, lambda: select_rows(self.window.prepared[index], layout, rows))
+        return self._probe(index, lambda: select_rows(self.window.prepared[index], self.layout(index), rows))
 
     def probe_row(self, index: int, row: int) -> bool:
         """The same of one row alone."""

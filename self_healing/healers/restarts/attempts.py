@@ -88,7 +88,7 @@ class Attempts:
             return
         if run.attached is not None:
             record.newest.last_step = max(record.newest.last_step, run.step)
-        record.incidents = [incident.to_dict() for incident in run.journal.of_all_ranks]
+        record.incidents = list(map(Incident.to_dict, run.journal.of_all_ranks))
         record.recovery_state = run.numerics.recovery_state()
         record.write()
 
