@@ -35,7 +35,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -224,11 +223,18 @@ def in_turns(runs: Sequence[Callable[[Any, Any], Any]], first: int = 0) -> list[
     `first` run begins.
     """
     context = multiprocessing.get_context("fork")
-    with context.Manager() as shared, ProcessPoolExecutor(2, context) as processes:
+    with context.Manager() as shared, context.Pool(2) as processes:
         turns = [shared.Semaphore(0) for _ in runs]
-        running = [processes.submit(run, *pair) for run, pair in zip(runs, (turns, turns[::-1]), strict=True)]
         turns[first].release()
-        return [each.result() for each in running]
+        calls = [(number, run, turns[number], turns[1 - number]) for number, run in enumerate(runs)]
+        # As they end: where one has failed, the other waits for its turn for ever, and is ended with the pool.
+        found = dict(processes.imap_unordered(_numbered, calls))
+    return [found[number] for number in range(len(runs))]
+
+
+def _numbered(call: tuple[int, Callable[[Any, Any], Any], Any, Any]) -> tuple[int, Any]:
+    number, run, mine, theirs = call
+    return number, run(mine, theirs)
 
 
 def keep_freed_memory() -> None:

@@ -163,10 +163,10 @@ class Votes:
         self.seconds: dict[str, list[float]] = {}
         self._cast = consensus._cast
 
-    def _timed(self, question: str, ballot: torch.Tensor) -> list[float]:
+    def _timed(self, question: str, *ballot: Any) -> list[float]:
         began = time.perf_counter()
         try:
-            return self._cast(question, ballot)
+            return self._cast(question, *ballot)
         finally:
             self.seconds.setdefault(question, []).append(time.perf_counter() - began)
 

@@ -105,11 +105,16 @@ class StepEngine:
         finally:
             trainer.current_gradient_accumulation_steps = theirs
 
-    def backward_through(self, backward: Callable[..., None]) -> Replacements:
-        """Has what is computed in a block go through `backward(original, loss, **kwargs)` in place of accelerate's."""
-        replaced = Replacements()
-        replaced.wrap(self.trainer.accelerator, "backward", backward)
-        return replaced
+    @contextlib.contextmanager
+    def counting_nothing(self) -> Iterator[None]:
+        """Has what is computed give gradients of zero, which take part in whatever ranks do with them."""
+
+        def backward(original: Callable[..., None], loss: torch.Tensor, **kwargs: Any) -> None:
+            original(0.0 * loss, **kwargs)
+
+        with Replacements() as replaced:
+            replaced.wrap(self.trainer.accelerator, "backward", backward)
+            yield
 
     def prepare_inputs(self, inputs: Any) -> Any:
         """Prepares a micro-batch as the trainer does (online trainers: generates)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -41,33 +40,28 @@ _BEHIND_THE_PLACE = {
 
 
 def diagnose(window: Window, instrument: Instrument, healthy_inputs: Any) -> Diagnosis:
-    alone = instrument.view.world_size == 1 and not instrument.view.under_deepspeed
-    with window.engine.backward_through(_backward_if_finite) if alone else contextlib.nullcontext():
-        window.recompute()
-        if window.signals().finite:
-            return Diagnosis(FailureType.NONFINITE_TRANSIENT, Cause.TRANSIENT, {"reexecutions": 1})
-        device = instrument.view.device
-        # What a failing forward left in batch norm statistics is a consequence, not a cause.
-        window.restore_buffers()
-        # Whatever comes of the step, these are not applied; what is done next may need their memory.
-        window.discard()
-        corrupted = instrument.view.nonfinite_tensors()
-        if votes.any_rank("the state is corrupted", bool(corrupted), device):
-            evidence = {"tensors": corrupted[:20], "tensors_total": len(corrupted)}
-            return Diagnosis(FailureType.CORRUPTED_STATE, Cause.CORRUPTED_STATE, evidence)
-        found = _look_at_rows(window, healthy_inputs, device)
-        # A fault may last for longer than one computation, and strike in the experiments: before data or numbers are
-        # blamed for it, the whole is computed once more.
-        window.recompute()
+    window.recompute()
+    if window.signals().finite:
+        return Diagnosis(FailureType.NONFINITE_TRANSIENT, Cause.TRANSIENT, {"reexecutions": 1})
+    device = instrument.view.device
+    # What a failing forward left in batch norm statistics is a consequence, not a cause.
+    window.restore_buffers()
+    # Whatever comes of the step, these are not applied; what is done next may need their memory.
+    window.discard()
+    corrupted = instrument.view.nonfinite_tensors()
+    if votes.any_rank("the state is corrupted", bool(corrupted), device):
+        return Diagnosis(
+            FailureType.CORRUPTED_STATE,
+            Cause.CORRUPTED_STATE,
+            {"tensors": corrupted[:20], "tensors_total": len(corrupted)},
+        )
+    found = _look_at_rows(window, healthy_inputs, device)
+    # A fault may last for longer than one computation, and strike in the experiments: before data or numbers are
+    # blamed for it, the whole is computed once more.
+    window.recompute()
     if window.signals().finite:
         return Diagnosis(FailureType.NONFINITE_TRANSIENT, Cause.TRANSIENT, {"reexecutions": 2})
     return found
-
-
-def _backward_if_finite(original: Callable[..., None], loss: torch.Tensor, **given: Any) -> None:
-    """Two thirds of the time: the gradient of a loss that is not finite tells no more."""
-    if bool(loss.detach().isfinite().all()):
-        original(loss, **given)
 
 
 def _look_at_rows(window: Window, healthy_inputs: Any, device: torch.device) -> Diagnosis:

@@ -42,7 +42,8 @@ class StepExperiments:
 
     def probe(self, index: int, rows: Sequence[int]) -> bool:
         """Whether some rows of a micro-batch alone give a finite loss and finite gradients."""
-        return self._probe(index, lambda: select_rows(self.window.prepared[index], self.layout(index), rows))
+        layout = self.layout(index)
+        return self._probe(index, lambda: select_rows(self.window.prepared[index], layout, rows))
 
     def probe_row(self, index: int, row: int) -> bool:
         """The same of one row alone."""
