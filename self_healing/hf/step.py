@@ -96,6 +96,9 @@ class Window:
         self.skipped = False
         self._trainer = engine.trainer
         self.touched = False
+        # The micro-batch that is computed again; the rows that the step as it stands was computed from, if not all.
+        self.computing = 0
+        self.kept: Mapping[int, Sequence[int]] | None = None
         self._recordable = True
         self._scaled_by = 1.0
 
@@ -253,6 +256,7 @@ class Window:
         else:
             self.losses = self._compute_without_rows(rows)
         self.measure_again()
+        self.kept = keep
 
     def _compute_without_rows(self, rows: RowRemoval) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
@@ -314,6 +318,7 @@ class Window:
         self, index: int, pick: Callable[[Any], Any] | None, last: bool, items: Any = None, synchronise: bool = True
     ) -> torch.Tensor:
         """Computes forward and backward of one of its micro-batches."""
+        self.computing = index
         model, inputs, args, kwargs = self.calls[index]
         if items is not None and args:
             args = (items, *args[1:])
@@ -348,7 +353,7 @@ class Window:
 
     def discard(self) -> None:
         """Drops its gradients: it is computed again, or left out."""
-        self.touched = True
+        self.touched, self.kept = True, None
         self.engine.discard()
 
     def rewind(self, to: Bookkeeping | None = None) -> None:

@@ -222,6 +222,10 @@ def _spreads_rows(trainer: Any) -> bool:
     return any((size() or 1) > 1 for size in sizes if size is not None)
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
 def _inside(module: torch.nn.Module) -> torch.nn.Module:
     inner = getattr(module, "module", None)
     return _inside(inner) if isinstance(inner, torch.nn.Module) else module

@@ -37,6 +37,21 @@ def poisoned_texts() -> list[str]:
     return [f"{text} {POISON_WORD}" if index in POISONED else text for index, text in enumerate(TEXTS)]
 
 
+class PoisonedLoss:
+    """The loss is NaN for a batch that holds a certain token, and the model's outputs are not."""
+
+    def __init__(self, trainer: Any, token: int) -> None:
+        self.fired = 0
+        self._compute_loss, self._token = trainer.compute_loss, token
+        trainer.compute_loss = self._spoiled
+
+    def _spoiled(self, model: Any, inputs: Any, **kwargs: Any) -> torch.Tensor:
+        bad = bool((inputs["input_ids"] == self._token).any())
+        self.fired += bad
+        loss: torch.Tensor = self._compute_loss(model, inputs, **kwargs)
+        return loss * float("nan") if bad else loss
+
+
 class Gradients(TrainerCallback):
     """Keeps the gradients handed to the optimizer, step by step."""
 
@@ -68,8 +83,15 @@ def test_exactly_the_poison_rows_are_named_and_the_run_goes_on(tmp_path: Path, t
     assert all(torch.isfinite(torch.tensor(losses(trainer))))
 
 
-def test_a_poison_row_is_found_for_less_than_three_steps_more(tmp_path: Path, tokenizer: Any) -> None:
+@pytest.mark.parametrize(
+    ("only_in_the_loss", "most_rows"),
+    [pytest.param(False, 6, id="seen in a module's output"), pytest.param(True, 3 * 64, id="in the loss alone")],
+)
+def test_a_poison_row_is_found_for_little_more_than_computing_the_step_again(
+    tmp_path: Path, tokenizer: Any, only_in_the_loss: bool, most_rows: int
+) -> None:
     rows, computed = 64, list[int]()
+    token = tokenizer.convert_tokens_to_ids(POISON_WORD)
 
     class Struck(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -80,7 +102,7 @@ def test_a_poison_row_is_found_for_less_than_three_steps_more(tmp_path: Path, to
     arguments = {"texts": poisoned, "per_device_train_batch_size": rows, "gradient_accumulation_steps": 1}
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(), Struck()], max_steps=1, **arguments)
     trainer.train_dataset = trainer.train_dataset.select(range(rows))
-    fault = PoisonToken(trainer.model, tokenizer.convert_tokens_to_ids(POISON_WORD))
+    fault: Any = PoisonedLoss(trainer, token) if only_in_the_loss else PoisonToken(trainer.model, token)
     trainer.model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: computed.append(len(inputs[0])))
     trainer.train()
 
@@ -88,18 +110,26 @@ def test_a_poison_row_is_found_for_less_than_three_steps_more(tmp_path: Path, to
     # Struck, again, and without the row; between these, what finds it.
     assert computed[:2] == [rows, rows]
     assert computed[-1] == rows - 1
-    assert sum(computed[2:-1]) < 3 * rows
+    assert sum(computed[2:-1]) <= most_rows
 
 
-@pytest.mark.parametrize("computations", [9, 12])
+@pytest.mark.parametrize(
+    ("computations", "spoiled"),
+    [(9, slice(None)), (12, slice(None)), (2, [0]), (3, [0]), (4, [0]), (5, [0]), (9, [0])],
+)
 def test_rows_are_not_to_blame_for_a_fault_that_lasts_while_they_are_searched(
-    tmp_path: Path, tokenizer: Any, computations: int
+    tmp_path: Path, tokenizer: Any, computations: int, spoiled: Any
 ) -> None:
+    def spoil(hidden: torch.Tensor) -> torch.Tensor:
+        bad = torch.zeros(len(hidden), 1, 1, dtype=torch.bool)
+        bad[spoiled] = True
+        return hidden.masked_fill(bad, float("nan"))
+
     arguments = {"max_steps": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "dropout": 0.0}
     plain = sft_trainer(tmp_path / "plain", tokenizer, **arguments)
     plain.train()
     healed = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback()], **arguments)
-    fault = OutputFault(healed.model, lambda number: 4 <= number < 4 + computations)
+    fault = OutputFault(healed.model, lambda number: 4 <= number < 4 + computations, spoil)
     healed.train()
 
     assert fault.fired == computations

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +15,10 @@ import torch
 from ...failures.classify import describe_exception
 from ...failures.recipes import Cause, FailureType, TrainingFault
 from ...hf.adapter import Instrument
+from ...hf.batches import Layout
 from ...hf.objective import StepSignals
 from ...hf.step import Window
+from ...hf.view import is_compiled
 from ...ranks import votes
 from ...rollback.ring import StepReplayer
 from ...rollback.rollback import Rollback
@@ -30,6 +34,8 @@ logger = logging.getLogger(__name__)
 _CONTROL_ROWS = 16
 # Where more than this share of a step's rows is non-finite, other rows tell whether the model is.
 _MOST_POISON = 0.5
+# By micro-batch, what its modules gave, in their order, summed up to (B, T).
+_Sums = dict[int, list[torch.Tensor]]
 # By the place where a computation fails that no update can be to blame for.
 _BEHIND_THE_PLACE = {
     "inputs": Cause.DATA,
@@ -40,7 +46,7 @@ _BEHIND_THE_PLACE = {
 
 
 def diagnose(window: Window, instrument: Instrument, healthy_inputs: Any) -> Diagnosis:
-    window.recompute()
+    sums = _recompute_watched(window)
     if window.signals().finite:
         return Diagnosis(FailureType.NONFINITE_TRANSIENT, Cause.TRANSIENT, {"reexecutions": 1})
     device = instrument.view.device
@@ -55,7 +61,10 @@ def diagnose(window: Window, instrument: Instrument, healthy_inputs: Any) -> Dia
             Cause.CORRUPTED_STATE,
             {"tensors": corrupted[:20], "tensors_total": len(corrupted)},
         )
-    found = _look_at_rows(window, healthy_inputs, device)
+    found = _look_at_rows(window, sums, healthy_inputs, device)
+    if window.kept is not None:
+        # It is finite without them, and is applied like this.
+        return found
     # A fault may last for longer than one computation, and strike in the experiments: before data or numbers are
     # blamed for it, the whole is computed once more.
     window.recompute()
@@ -64,7 +73,49 @@ def diagnose(window: Window, instrument: Instrument, healthy_inputs: Any) -> Dia
     return found
 
 
-def _look_at_rows(window: Window, healthy_inputs: Any, device: torch.device) -> Diagnosis:
+def _recompute_watched(window: Window) -> _Sums:
+    """Computes the step again, and sums up in passing what its modules give, by row and position."""
+    sums: _Sums = {}
+
+    def add(_: Any, inputs: Any, output: Any) -> None:
+        with contextlib.suppress(Exception):
+            given = output.values() if isinstance(output, Mapping) else output
+            for each in [given] if isinstance(given, torch.Tensor) else given:
+                if isinstance(each, torch.Tensor) and each.is_floating_point() and each.dim() > 1:
+                    by_position = each.detach()[..., None].sum(tuple(range(2, each.dim() + 1)), dtype=torch.float32)
+                    sums.setdefault(window.computing, []).append(by_position)
+
+    modules, hooks = list(window.calls[0][0].modules()), []
+    if processes.world_size() > 1 or any(map(is_compiled, modules)):
+        # Several ranks try each row alone; what is compiled would be computed otherwise than it was.
+        modules = []
+    for module in modules:
+        with contextlib.suppress(RuntimeError):
+            # A block says as much as the layers in it; a scripted one takes no hook.
+            hooks += [module.register_forward_hook(add)] if any(module.children()) else []
+    try:
+        window.recompute()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sums
+
+
+def _suspects(sums: Sequence[torch.Tensor], layout: Layout) -> list[int]:
+    """The rows of a micro-batch for which a module gave what is not finite, where for others it was."""
+    for each in sums:
+        bad, rows = ~each.isfinite(), []
+        if layout.kind == "segments" and each.size(1) == layout.starts[-1]:
+            places = bad.any(0).nonzero().flatten().tolist()
+            rows = sorted({bisect.bisect(layout.starts, place) - 1 for place in places})
+        elif layout.kind != "segments" and len(each) % layout.rows == 0:
+            rows = bad.any(1).reshape(-1, layout.rows).any(0).nonzero().flatten().tolist()
+        if 0 < len(rows) < max(layout.rows, 2):
+            return rows
+    return []
+
+
+def _look_at_rows(window: Window, sums: _Sums, healthy_inputs: Any, device: torch.device) -> Diagnosis:
     """Finds out whether some rows are non-finite by themselves, and others are not."""
     layouts = [window.layout(index) for index in range(window.size)]
     if votes.any_rank("rows cannot be told apart", any(layout is None for layout in layouts), device):
@@ -72,11 +123,36 @@ def _look_at_rows(window: Window, healthy_inputs: Any, device: torch.device) -> 
     sizes = [layout.rows for layout in layouts if layout is not None]
     try:
         with window.engine.retry.experiment():
-            return _poison_rows(StepExperiments(window), healthy_inputs, device, sizes)
+            experiments = StepExperiments(window)
+            return _convict(experiments, sums, sizes) or _poison_rows(experiments, healthy_inputs, device, sizes)
     except TrainingFault as fault:
         # A batch of a shape the user never trains on: what it raises is our doing.
         logger.info("Rows could not be tried alone.", exc_info=fault.error)
         return _numerical(f"its rows cannot be tried alone: {describe_exception(fault.error)}")
+
+
+def _convict(experiments: StepExperiments, sums: _Sums, sizes: Sequence[int]) -> Diagnosis | None:
+    """
+    Finds the rows guilty that were seen to give what is not finite: alone each does so, before and after another row
+    does not, and without them the step is finite. It is left computed like that.
+    """
+    window, layout, alone = experiments.window, experiments.layout, experiments.probe_row
+    suspects = [(index, row) for index, seen in sums.items() for row in _suspects(seen, layout(index))]
+    if window.raised or not 0 < len(suspects) <= _MOST_POISON * sum(sizes):
+        return None
+    guilty = [each for each in suspects if not alone(*each)]
+    others = ((index, row) for index, size in enumerate(sizes) for row in range(size) if (index, row) not in suspects)
+    if not guilty or not alone(*next(others)) or any(alone(*each) for each in guilty):
+        return None
+    poison = {index: [row for at, row in guilty if at == index] for index, _ in guilty}
+    window.recompute(experiments.rows_without(poison))
+    return _poisoned(window, poison, len(guilty), sum(sizes)) if window.signals().finite else None
+
+
+def _poisoned(window: Window, poison: dict[int, list[int]], count: int, total: int) -> Diagnosis:
+    failure = FailureType.BAD_DATA if window.raising else FailureType.NONFINITE_POISON_ROWS
+    evidence = {"poison_rows": count, "rows_in_step": total}
+    return Diagnosis(failure, Cause.POISON_ROWS, evidence, poison=poison, rows=total, poison_rows=count)
 
 
 def _poison_rows(
@@ -103,14 +179,7 @@ def _poison_rows(
             found = _numerical(f"{count} of {total} rows are non-finite, and {compared}")
             # Where an earlier batch was finite with weights like these, it may pass.
             return replace(found, everywhere=healthy_inputs is None and tried > 0 and count == total)
-    return Diagnosis(
-        FailureType.BAD_DATA if experiments.window.raising else FailureType.NONFINITE_POISON_ROWS,
-        Cause.POISON_ROWS,
-        {"poison_rows": count, "rows_in_step": total},
-        poison=poison,
-        rows=total,
-        poison_rows=count,
-    )
+    return _poisoned(experiments.window, poison, count, total)
 
 
 def diagnose_start(window: Window, why: str) -> Diagnosis:

@@ -19,6 +19,7 @@ from ...hf.dataloader import TrainingLoader
 from ...hf.memory import free_memory
 from ...hf.state import Search, by_mesh, extent_of, named_gradients_of, whole
 from ...hf.step import Window
+from ...hf.view import is_compiled
 from ...system import processes
 from ...system.random_state import Repeatability, StepPrint
 
@@ -48,6 +49,10 @@ class StepExperiments:
     def probe_row(self, index: int, row: int) -> bool:
         """The same of one row alone."""
         return self.probe(index, self.layout(index).alone(row))
+
+    def rows_without(self, poison: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+        """The rows that stay of each micro-batch that has poison rows."""
+        return {at: [row for row in range(self.layout(at).rows) if row not in bad] for at, bad in poison.items()}
 
     def layout(self, index: int) -> Layout:
         layout = self.window.layout(index)
@@ -276,8 +281,7 @@ def _hooked(models: Mapping[str, torch.nn.Module], register: Callable[[str, torc
     try:
         for prefix, model in models.items():
             for name, module in model.named_modules():
-                compiled |= type(module).__name__ == "OptimizedModule"
-                compiled |= getattr(module, "_compiled_call_impl", None) is not None
+                compiled |= is_compiled(module)
                 called = ".".join(part for part in (prefix, name) if part).replace("_orig_mod.", "")
                 with contextlib.suppress(RuntimeError):
                     # A scripted module takes no such hook.

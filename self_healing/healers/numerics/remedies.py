@@ -13,6 +13,7 @@ from ...rollback.rollback import CLEARLY
 from ...run.healer import CarryOut, HealingContext
 from ...run.run import Run
 from ..inspection import check_data_quality, check_model_init, vocabulary_of
+from .experiments import StepExperiments
 from .state import NumericsState
 
 
@@ -55,14 +56,10 @@ class NumericsRemedies:
     def _drop_rows(self, context: HealingContext, args: TrainingArguments) -> dict[str, Any]:
         window, diagnosis = context.step_in_hand, context.diagnosis
         assert diagnosis is not None, "it names the rows"
-        keep: dict[int, list[int]] = {}
-        for index, bad in diagnosis.poison.items():
-            layout = window.layout(index)
-            if layout is not None:
-                keep[index] = [row for row in range(layout.rows) if row not in set(bad)]
+        keep = StepExperiments(window).rows_without(diagnosis.poison)
         remaining = diagnosis.rows - diagnosis.poison_rows
         dropped = {"dropped": diagnosis.poison_rows, "kept": remaining}
-        if remaining == 0 or not window.recompute_with_retry(keep).finite:
+        if remaining == 0 or not (window.kept == keep or window.recompute_with_retry(keep).finite):
             # The rows were not the whole story: one rung up.
             return self._skip_step(context, args) | dropped
         window.accept()
