@@ -76,28 +76,28 @@ def diagnose(window: Window, instrument: Instrument, healthy_inputs: Any) -> Dia
 def _recompute_watched(window: Window) -> _Sums:
     """Computes the step again, and sums up in passing what its modules give, by row and position."""
     sums: _Sums = {}
+    modules = {module for model in window.engine.view.models() for module in model.modules()}
+    # A block says as much as the layers in it.
+    blocks = {module for module in modules if any(module.children())}
 
-    def add(_: Any, inputs: Any, output: Any) -> None:
+    def add(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        given = list(output.values()) if isinstance(output, Mapping) else output
         with contextlib.suppress(Exception):
-            given = output.values() if isinstance(output, Mapping) else output
-            for each in [given] if isinstance(given, torch.Tensor) else given:
-                if isinstance(each, torch.Tensor) and each.is_floating_point() and each.dim() > 1:
+            for each in given if isinstance(given, (list, tuple)) else [given]:
+                if module in blocks and isinstance(each, torch.Tensor) and each.is_floating_point() and each.dim() > 1:
                     by_position = each.detach()[..., None].sum(tuple(range(2, each.dim() + 1)), dtype=torch.float32)
                     sums.setdefault(window.computing, []).append(by_position)
 
-    modules, hooks = list(window.calls[0][0].modules()), []
     if processes.world_size() > 1 or any(map(is_compiled, modules)):
         # Several ranks try each row alone; what is compiled would be computed otherwise than it was.
-        modules = []
-    for module in modules:
-        with contextlib.suppress(RuntimeError):
-            # A block says as much as the layers in it; a scripted one takes no hook.
-            hooks += [module.register_forward_hook(add)] if any(module.children()) else []
+        window.recompute()
+        return sums
+    # For all modules there are: a hook of its own would be copied with a module.
+    hook = torch.nn.modules.module.register_module_forward_hook(add)
     try:
         window.recompute()
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
     return sums
 
 
@@ -137,7 +137,11 @@ def _convict(experiments: StepExperiments, sums: _Sums, sizes: Sequence[int]) ->
     does not, and without them the step is finite. It is left computed like that.
     """
     window, layout, alone = experiments.window, experiments.layout, experiments.probe_row
-    suspects = [(index, row) for index, seen in sums.items() for row in _suspects(seen, layout(index))]
+    try:
+        suspects = [(index, row) for index, seen in sums.items() for row in _suspects(seen, layout(index))]
+    except Exception:
+        # A tensor without numbers (meta, sparse, inside of a transform of torch.func).
+        return None
     if window.raised or not 0 < len(suspects) <= _MOST_POISON * sum(sizes):
         return None
     guilty = [each for each in suspects if not alone(*each)]

@@ -145,6 +145,8 @@ class NonfiniteHealer(NumericsHealer):
         half_way = bool(self.run.instrument.call.half_way)
         if half_way:
             self.run.healers.left_half_way(window)
+            # With weights that are no more.
+            window.kept = None
         return half_way
 
     def _stop_at_the_start(self, opened: OpenIncident, context: HealingContext) -> NoReturn:
