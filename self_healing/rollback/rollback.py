@@ -14,7 +14,7 @@ from ..checkpoints.retention import RunCheckpoints
 from ..config.healing_config import HealingConfig
 from ..failures.classify import classify_exception, describe_exception
 from ..failures.recipes import FailureType, Target, TrainingFault
-from ..hf.memory import is_out_of_memory, release_frames, retry_after_freeing
+from ..hf.memory import release_frames, retry_after_freeing
 from ..hf.objective import StepSignals
 from ..hf.state import optimizer_in_training_mode, reload_checkpoint
 from ..hf.step import Control, Recording, Window
@@ -24,7 +24,7 @@ from ..system.random_state import RandomState, tolerance
 from .ring import StepReplayer
 from .shared_memory import SharedStates, StoredState
 from .snapshots import Snapshot
-from .trusted import TrustedStates
+from .trusted import TrustedStates, found_wrong
 
 
 logger = logging.getLogger("self_healing")
@@ -150,15 +150,6 @@ class Rollback:
         sound = not failed and not self.states.instrument.view.nonfinite_tensors()
         return votes.all_ranks("the state put in place is sound", sound, self.states.device)
 
-    def _is_known_to_be_finite(self) -> bool:
-        """Whether a search of this rank finds it finite; `False` where there is no memory to search it."""
-        try:
-            return not self.states.instrument.view.nonfinite_tensors()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return False
-
     # ---- experiments: is an earlier state better at a batch, or have the data become harder? ----
 
     def try_snapshot(self, snapshot: Snapshot) -> Control | None:
@@ -277,7 +268,7 @@ class Rollback:
         states, own = self.states, self.ring.candidate
         if states.displaced and own is not None and self._try_to_put(own):
             states.displaced = False
-        if states.displaced or not self._is_known_to_be_finite():
+        if states.displaced or found_wrong(states.instrument.view.nonfinite_tensors):
             states.displaced = True
             any(self._try_to_put(snapshot) for snapshot in states.generations())
         return not states.displaced

@@ -39,6 +39,16 @@ SET_ASIDE = "there is no memory to set the state aside"
 _TORN, _NOT_FINITE = 1, 2
 
 
+def found_wrong(search: Callable[[], list[str]]) -> list[str]:
+    """What a search finds not to be finite; a state that there is no memory to search is not trusted either."""
+    try:
+        return search()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return ["it could not be searched: out of memory"]
+
+
 class TrustedStates:
     """Takes snapshots of a run, and trusts those that have stood the test."""
 
@@ -301,7 +311,7 @@ class TrustedStates:
         """Trusts the candidate, if it is whole and finite on all ranks; returns what is not finite."""
         candidate = self.ring.candidate
         assert candidate is not None
-        bad = self._wrong_in(candidate)
+        bad = found_wrong(candidate.nonfinite)
         wrong = _NOT_FINITE if bad else _TORN if candidate.torn else 0
         share = 0.0 if wrong else self.interval.share_of_step(candidate, step + 1 - candidate.step)
         worst, share = votes.largest(TRUSTED, (wrong, share), self.device)[:2]
@@ -319,15 +329,6 @@ class TrustedStates:
         if self.interval.choose(share):
             self._note_interval(step, share)
         return []
-
-    def _wrong_in(self, candidate: Snapshot) -> list[str]:
-        """What is not finite in a candidate; one that cannot be searched is not trusted either."""
-        try:
-            return candidate.nonfinite()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return ["it could not be searched: out of memory"]
 
     def _take_another(self, candidate: Snapshot, step: int) -> list[str]:
         """Drops a copy part of which is older than the rest. Of the weights it says nothing."""
