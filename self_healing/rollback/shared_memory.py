@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import logging
@@ -37,7 +36,7 @@ logger = logging.getLogger("self_healing")
 # ---- directories in shared memory ----
 
 
-with contextlib.suppress(ImportError):
+with suppress(ImportError):
     # On Windows there is neither this nor /dev/shm.
     import fcntl
 

@@ -8,7 +8,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,7 @@ logger = logging.getLogger("self_healing")
 
 def steps_in_memory(output_dir: str, rank: int, device: torch.device) -> list[SharedStep]:
     """Finds the states that all ranks have in shared memory, the newest first."""
-    world_size = processes.world_size()
-    mine = [facts.shared for _, facts in _states_of(output_dir, rank, world_size)]
+    mine = [facts.shared for _, facts in _states_of(output_dir, rank)]
     everywhere = votes.from_every_rank("states in shared memory", mine, device)
     return sorted((step for step in everywhere[0] if all(step in theirs for theirs in everywhere)), reverse=True)
 
@@ -56,7 +54,15 @@ def open_in_memory(output_dir: str, step: SharedStep, rank: int, device: torch.d
     """Opens a state that all ranks have."""
     state: StoredState | None = None
     try:
-        state = _open(output_dir, step, rank, device)
+        paths = [path for path, facts in _states_of(output_dir, rank) if facts.shared == step]
+        if not paths:
+            raise StateUnusable("it is not there any more")
+        found = open_state(paths[-1], device)
+        shutil.rmtree(found.checkpoint, ignore_errors=True)
+        found.record.write(Path(found.checkpoint))
+        bookkeeping = found.record.bookkeeping | {"running_loss": found.facts.running_loss}
+        write_marker(Path(found.checkpoint), step.run, step.step, bookkeeping, emergency=False, finite=True)
+        state = found
     except (StateUnusable, OSError) as error:
         logger.warning("The state of step %d in shared memory cannot be gone on from: %s.", step.step, error)
     return state if votes.all_ranks("the state in shared memory can be read", state is not None, device) else None
@@ -70,28 +76,16 @@ def remove_other_states(output_dir: str, run: str, world_size: int) -> None:
     for each in directory.iterdir():
         if not (each.name.startswith(f"{run}-rank") and each.name.endswith(own)) and holder_of(each) is None:
             shutil.rmtree(each, ignore_errors=True)
-    with suppress(OSError):
+    with contextlib.suppress(OSError):
         directory.rmdir()
 
 
-def _states_of(output_dir: str, rank: int, world_size: int) -> list[tuple[Path, StateFacts]]:
+def _states_of(output_dir: str, rank: int) -> list[tuple[Path, StateFacts]]:
     """Lists the whole states of one rank, of all runs of a directory that trained on as many processes."""
     directory = directory_of(output_dir)
-    paths = directory.glob(f"*-rank{rank}-of-{world_size}/*{SUFFIX}") if is_own(directory) else ()
+    paths = directory.glob(f"*-rank{rank}-of-{processes.world_size()}/*{SUFFIX}") if is_own(directory) else ()
     found = [(path, read_facts(path)) for path in sorted(paths)]
     return [(path, facts) for path, facts in found if facts is not None]
-
-
-def _open(output_dir: str, step: SharedStep, rank: int, device: torch.device) -> StoredState:
-    paths = [path for path, facts in _states_of(output_dir, rank, processes.world_size()) if facts.shared == step]
-    if not paths:
-        raise StateUnusable("it is not there any more")
-    state = open_state(paths[-1], device)
-    shutil.rmtree(state.checkpoint, ignore_errors=True)
-    state.record.write(Path(state.checkpoint))
-    bookkeeping = state.record.bookkeeping | {"running_loss": state.facts.running_loss}
-    write_marker(Path(state.checkpoint), step.run, step.step, bookkeeping, emergency=False, finite=True)
-    return state
 
 
 def newest_beyond(steps: Sequence[SharedStep], run: str, step: int) -> SharedStep | None:
@@ -134,7 +128,6 @@ class FinalSnapshot:
                 if not instrument.reentry.moved:
                     return
                 self.left = True
-                _let_settle(instrument.view.device)
                 with _beside(instrument.view.device):
                     step = self._leave(instrument, undisturbed or (lambda: True))
             except Exception as error:
@@ -195,27 +188,24 @@ def _live_beside_training(instrument: Instrument, taken_of: LiveState) -> LiveSt
     return replace(taken_of, buffers=buffers)
 
 
-def _let_settle(device: torch.device) -> None:
-    """Waits for what a device has been given to compute, the last update above all."""
-    if device.type != "cuda":
-        return
-    done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record(torch.cuda.current_stream(device))
-    until = time.monotonic() + _SETTLING
-    while not done.query() and time.monotonic() < until:
-        time.sleep(0.01)
-
-
 def _versions(live: LiveState) -> list[int]:
     return [tensor._version for tensor in live.parameters.values()]
 
 
 @contextlib.contextmanager
 def _beside(device: torch.device) -> Iterator[None]:
-    """Has a device do something beside what it computes: that may wait for another rank, without an end."""
+    """
+    Has a device do something beside what it computes, which may wait for another rank, without an end; what it has
+    been given, the last update above all, is waited for first.
+    """
     if device.type != "cuda":
         yield
         return
+    done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record(torch.cuda.current_stream(device))
+    until = time.monotonic() + _SETTLING
+    while not done.query() and time.monotonic() < until:
+        time.sleep(0.01)
     stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.device(device), torch.cuda.stream(stream):
         yield
