@@ -56,7 +56,7 @@ class ServiceCalls(Healer):
         self._quarantine = quarantine
         self._instrument: Instrument
         # Of a call that was given up, until its exception has left train().
-        self._claimed: Incident | None = None
+        self.claimed: Incident | None = None
         # Of the services whose rewards were not finite however often they were asked for.
         self._never_finite: dict[str, Incident] = {}
         # What stands in for a reward function, and the function.
@@ -174,7 +174,7 @@ class ServiceCalls(Healer):
                 failed.append(error)
             else:
                 # In each step: what follows takes ten times as long.
-                if self._claimed is not None:
+                if self.claimed is not None:
                     self._succeeded(_Call(service))
                 return answer
 
@@ -407,14 +407,9 @@ class ServiceCalls(Healer):
         with self._contained():
             self._acted(call, incident)
             if isinstance(error, Exception) and may_pass(error) and run.may_enter_again:
-                self._claimed = incident
+                self.claimed = incident
             else:
                 run.dealing_with(incident).close("unresolved")
-
-    @property
-    def has_claim(self) -> bool:
-        """Whether a call was given up, and its exception has not left `train()` yet."""
-        return self._claimed is not None
 
     def claim(self, error: BaseException) -> Claim | None:
         """Claims the exception that training was left by after a call was given up."""
@@ -422,7 +417,7 @@ class ServiceCalls(Healer):
 
     def take_back(self) -> Incident | None:
         """Gives the incident of the call that was given up, which is claimed no longer."""
-        incident, self._claimed = self._claimed, None
+        incident, self.claimed = self.claimed, None
         return incident
 
     def _contained(self) -> contextlib.AbstractContextManager[None]:

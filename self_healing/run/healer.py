@@ -27,6 +27,9 @@ from .incidents import Diagnosis
 class Healer(Hooks):
     """Heals one kind of failure, or does one thing that all need, in one `train()` call or several."""
 
+    # What waits for an exception to leave `train()`, to be healed outside.
+    claimed: Claim | Incident | None = None
+
     def attach(self, first: bool) -> None:
         """Called with the instrument attached, before the first step: wraps what it has to, until it is detached."""
 
@@ -48,7 +51,7 @@ class Healer(Hooks):
     @property
     def has_claim(self) -> bool:
         """Whether an incident waits for an exception to leave `train()`, to be healed outside."""
-        return False
+        return self.claimed is not None
 
     def claim(self, error: BaseException) -> Claim | None:
         """Gives, once, the claim on the exception that left `train()`."""

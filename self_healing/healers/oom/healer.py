@@ -182,7 +182,7 @@ class MemoryHealer(Healer):
         # Holds the state right before the step that is being taken, where that is asked for.
         self._backup: SnapshotRing | None = None
         # Until the exception has left train(): a smaller batch needs another entry.
-        self._claim: Claim | None = None
+        self.claimed: Claim | None = None
         # What to do about the memory that ran out on this rank alone, until its exception has left train().
         self._told = ""
 
@@ -348,12 +348,12 @@ class MemoryHealer(Healer):
             if not isinstance(plan, str):
                 # The wrapper takes it from here: it has to enter `train()` again. What did not help is taken back.
                 self._state.checkpointing_activations = False
-                self._claim = Claim(self._end().incident, Action.REDUCE_BATCH_SIZE, batch=plan)
+                self.claimed = Claim(self._end().incident, Action.REDUCE_BATCH_SIZE, batch=plan)
                 return False
             why = f"{why}; the batch cannot be made smaller either: {plan}"
         if ran_out.place == "evaluation" and run.may_enter_again and predictions_pile_up(self._instrument.trainer):
             # They may be what has filled the memory: the wrapper has it evaluated again.
-            self._claim = Claim(self._end().incident, Action.MOVE_PREDICTIONS_TO_HOST)
+            self.claimed = Claim(self._end().incident, Action.MOVE_PREDICTIONS_TO_HOST)
             return False
         size = f"{shape} (rows x padded length) did not fit" if shape else "the size of what ran is not known"
         context.verdict = f"out of memory in {ran_out.place}: {size}; {why}; {figures_in_words(ran_out)}"
@@ -363,14 +363,9 @@ class MemoryHealer(Healer):
         self._stop(context, ran_out)
         return False
 
-    @property
-    def has_claim(self) -> bool:
-        """Whether a smaller batch is to be trained on as soon as the exception has left `train()`."""
-        return self._claim is not None
-
     def claim(self, error: BaseException) -> Claim | None:
         """Claims the out-of-memory error that nothing inside `train()` cures."""
-        claim, self._claim = self._claim, None
+        claim, self.claimed = self.claimed, None
         if self._opened is not None:
             # Something else went wrong while a smaller size was tried: whether it fits is not known.
             self.run.journal.closed(self._end().incident, "unresolved")
@@ -395,9 +390,9 @@ class MemoryHealer(Healer):
     def on_success(self) -> None:
         """Ends an open incident: a micro-batch or an evaluation batch has been computed."""
         self._told = ""
-        if self._claim is not None:
+        if self.claimed is not None:
             # The user's code has let the error pass that a smaller batch was to cure.
-            claim, self._claim = self._claim, None
+            claim, self.claimed = self.claimed, None
             self.run.dealing_with(claim.incident).close("self_recovered")
         self._sizes.on_success()
         if self._context is not None and not self._stepping:
