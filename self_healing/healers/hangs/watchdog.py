@@ -269,19 +269,19 @@ class Watchdog:
             _bounded(lambda: self._write_down(alarm, elapsed))
         self._alarm = alarm
         alarm.next_look = elapsed + GRACE_SECONDS
-        if self._may_interrupt(alarm):
+        able = self._signal is not None and self._run.may_enter_again and self._heartbeat.may_be_interrupted
+        if able and self._may_recover(alarm):
             alarm.interrupted = True
             _bounded(lambda: self._acted(alarm, Action.INTERRUPT))
-            self._send_signal(alarm, stopping)
+            with self._lock:
+                # Both under the lock that `stop` takes: afterwards the signal would end the process.
+                if self._signal is not None and not stopping.is_set() and self._heartbeat.last[2] == alarm.beats:
+                    signal.pthread_kill(self.training_thread, self._signal)
         elif not self._may_exit(alarm):
             self._leave_alone(alarm)
         if stopping.is_set():
             # It moved, and `train()` ended, while this was being written.
             self._end_alarm()
-
-    def _may_interrupt(self, alarm: _Alarm) -> bool:
-        able = self._signal is not None and self._run.may_enter_again and self._heartbeat.may_be_interrupted
-        return able and self._may_recover(alarm)
 
     def _may_exit(self, alarm: _Alarm) -> bool:
         # With the callback alone nobody counts attempts, and what is slow and no hang would end each process.
@@ -290,12 +290,6 @@ class Watchdog:
     def _may_recover(self, alarm: _Alarm) -> bool:
         """Whether it is to be ended, and known to be a hang: not one of the first times, nor after the last step."""
         return self._run.config.on_hang == "recover" and alarm.known and not self.at_the_end()
-
-    def _send_signal(self, alarm: _Alarm, stopping: threading.Event) -> None:
-        with self._lock:
-            # Both under the lock that `stop` takes: afterwards the signal would end the process.
-            if self._signal is not None and not stopping.is_set() and self._heartbeat.last[2] == alarm.beats:
-                signal.pthread_kill(self.training_thread, self._signal)
 
     def _not_ended_by_interrupt(self, alarm: _Alarm, elapsed: float) -> None:
         if alarm.answered:

@@ -91,13 +91,16 @@ class Preemption:
     # ---- a signal comes ----
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        attached = self._run.attached
         if self._interrupting:
             # Sent by the thread below, which has waited long enough.
             self._interrupting = False
-            if not self._over.is_set() and self._may_be_interrupted():
+            # Only where `train()` is entered again is anything saved of a step that is left where it is.
+            may_leave = self._run.may_enter_again and attached is not None and attached.may_be_left
+            if may_leave and not self._over.is_set():
                 raise Interruption("the step did not end in time to be saved", FailureType.PREEMPTED)
             return
-        attached, earlier = self._run.attached, self._earlier.get(signal.Signals(signum))
+        earlier = self._earlier.get(signal.Signals(signum))
         left = not self._run.wrapped and (attached is None or not is_training(attached.trainer, frame))
         if signum == signal.SIGINT and os.getpid() != self._pid:
             # A terminal sends it to the workers of the data loader as well, which the step still needs.
@@ -129,11 +132,6 @@ class Preemption:
         # What prints may be what is interrupted.
         with contextlib.suppress(RuntimeError, OSError):
             print(f"\n{_CTRL_C}", file=sys.stderr, flush=True)
-
-    def _may_be_interrupted(self) -> bool:
-        """Whether the step can be left where it is: only where `train()` is entered again is anything saved of it."""
-        instrument = self._run.attached
-        return self._run.may_enter_again and instrument is not None and instrument.may_be_left
 
     # ---- the deadline, in a thread of its own ----
 
