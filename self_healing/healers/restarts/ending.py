@@ -229,17 +229,11 @@ class Shutdown:
         told = isinstance(error, UnrecoverableTrainingError)
         if not told and run.journal.directions is None:
             self._write_postmortem_of(error, classify_exception(error), why)
-        attempts.end(ExitReason.GAVE_UP if self._is_for_good(error) else ExitReason.FAILED, why)
+        # Of several ranks one alone may not be able to read its data: the others end to be started again.
+        alone = any(each.rank == run.ranks.rank and each.exit_code is None for each in run.ranks.failures)
+        attempts.end(ExitReason.GAVE_UP if told and not alone else ExitReason.FAILED, why)
         # Those of the emergency checkpoint: the process may be about to end.
         run.checksums.wait()
-
-    def _is_for_good(self, error: BaseException) -> bool:
-        """Whether no other process goes on by itself with a run that has ended with an exception."""
-        if not isinstance(error, UnrecoverableTrainingError):
-            return False
-        # Of several ranks one alone may not be able to read its data: the others end to be started again.
-        ranks = self.run.ranks
-        return not any(each.rank == ranks.rank and each.exit_code is None for each in ranks.failures)
 
     def _write_postmortem_of(
         self, error: BaseException, failure: FailureType, verdict: str, checkpoint: str | None = None
