@@ -293,19 +293,14 @@ def open_state(path: Path, device: torch.device) -> StoredState:
     try:
         with path.open("rb") as file:
             facts: StateFacts = pickle.load(file)
-            content = _Unpickler(file, _map(path.with_name(facts.block)), device).load()
+            with path.with_name(facts.block).open("r+b") as block:
+                # Written to by nobody. All its pages at once: one by one they take as long as what is read.
+                flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+                memory = mmap.mmap(block.fileno(), 0, flags=flags)
+            content = _Unpickler(file, memory, device).load()
         return StoredState(path, facts, content)
     except Exception as error:
         raise StateUnusable(f"{path} cannot be read ({type(error).__name__}: {error})") from error
-
-
-def _map(file: Path) -> mmap.mmap:
-    descriptor = os.open(file, os.O_RDWR)
-    try:
-        # Written to by nobody. All its pages at once: one by one they take as long as what is read.
-        return mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-    finally:
-        os.close(descriptor)
 
 
 def _signature(live: LiveState) -> dict[str, str]:
@@ -370,8 +365,8 @@ class SharedStates:
     def __init__(self, output_dir: str, run: str, rank: int, world_size: int) -> None:
         self.directory = rank_directory(output_dir, run, rank, world_size)
         self._run = run
-        # `None` until it is known whether there is room.
-        self._open: bool | None = None
+        # Whether snapshots are taken in shared memory, and whether that was decided.
+        self.active = self._decided = False
         self._numbers = count(1)
         # Stored once its copy is complete and was searched, for which nothing has to wait then.
         self.prepared: _Prepared | None = None
@@ -380,21 +375,16 @@ class SharedStates:
         self._sample, self._whole = 0, 0
         self._kept = False
 
-    @property
-    def active(self) -> bool:
-        """Whether snapshots are taken in shared memory."""
-        return bool(self._open)
-
     # ---- host memory ----
 
     def open(self, size: Callable[[], int]) -> None:
         """Decides, when the first state is to be taken, whether there is room for all that will be held."""
-        if self._open is not None:
+        if self._decided:
             return
+        self._decided = True
         local_ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
         needed, free = _STATES * size() * local_ranks, shutil.disk_usage(ROOT).free
         if needed > _SHARE * free:
-            self._open = False
             logger.info(
                 "Snapshots do not outlive this process: %.2f GB would be needed in /dev/shm, and %.2f GB are free "
                 "there (in a container: --shm-size). A restart goes on from the newest checkpoint on disk.",
@@ -405,14 +395,13 @@ class SharedStates:
         try:
             make_directory(self.directory)
             weakref.finalize(self, os.close, hold(self.directory))
+            self.active = True
         except OSError as error:
             self._give_up(error)
-        else:
-            self._open = True
 
     def new_block(self, nbytes: int, pinned: bool) -> HostBlock:
         """Takes host memory, in shared memory if there is room."""
-        if self._open:
+        if self.active:
             file = self._new_file(".block")
             try:
                 block = HostBlock(nbytes, pinned, file)
@@ -447,7 +436,7 @@ class SharedStates:
     ) -> None:
         """Writes down what belongs to a snapshot, whose copy may still be under way."""
         self.prepared, began = None, time.perf_counter()
-        if not self._open:
+        if not self.active:
             return
         try:
             self._write_down(snapshot, live, record(), owed, weights)
@@ -535,11 +524,11 @@ class SharedStates:
 
     def close(self) -> None:
         """Nothing is stored any more: nobody goes on from it."""
-        self.prepared, self._open = None, False
+        self.prepared, self.active, self._decided = None, False, True
 
     def _give_up(self, error: Exception) -> None:
         if isinstance(error, NotStorable | OSError):
             logger.info("Snapshots do not outlive this process (%s); a restart goes on from disk.", error)
         else:
             logger.warning("self_healing cannot let snapshots outlive this process.", exc_info=error)
-        self._open = False
+        self.active = False
