@@ -75,7 +75,7 @@ class RunCheckpoints:
         self._size = 0
         self._step = 0
         # The step of the last search for NaN and Inf before a save, and whether the state was finite on all ranks.
-        self._searched: tuple[int, bool] | None = None
+        self.searched: tuple[int, bool] | None = None
         self._told: set[str] = set()
 
     def begin(self, args: Any, resumed_from: str | None, step: int, finite: bool) -> None:
@@ -94,13 +94,9 @@ class RunCheckpoints:
 
     # ---- saving ----
 
-    def note_search(self, step: int, finite: bool) -> None:
-        """Takes in what was found when the state was searched for NaN and Inf, right before a save."""
-        self._searched = step, finite
-
     def finite_at(self, step: int) -> bool | None:
         """Whether the state that was saved at a step was finite; `None` if it was not searched."""
-        return self._searched[1] if self._searched is not None and self._searched[0] == step else None
+        return self.searched[1] if self.searched is not None and self.searched[0] == step else None
 
     def about_to_save(self, step: int) -> None:
         """

@@ -216,22 +216,19 @@ class TrustedStates:
 
     def take_snapshot(self, step: int) -> None:
         """Takes a snapshot between two steps. All ranks have to come."""
-        shared = self.ring.shared
-        if shared is not None and self.instrument.view.can_hand_over:
+        shared, instrument = self.ring.shared, self.instrument
+        if shared is not None and instrument.view.can_hand_over:
             shared.open(lambda: size_of(self.live))
         self._take(step)
-        if shared is not None and shared.active and self.ring.candidate is not None:
-            self._let_outlive(self.ring.candidate, shared)
+        candidate = self.ring.candidate
+        if shared is not None and shared.active and candidate is not None:
+            # Whether it outlives the process is a matter of this rank alone: no vote depends on it.
+            random = instrument.reentry.random_state_to_resume()
+            if random is not None:
+                record = partial(ResumeRecord.of, instrument.trainer, instrument.ledger, random)
+                shared.prepare(candidate, self.live, record)
         # The copy is no part of the step that it is held against.
         self.interval.began = time.perf_counter()
-
-    def _let_outlive(self, candidate: Snapshot, shared: SharedStates) -> None:
-        """Lets the candidate outlive the process. A matter of this rank alone: no vote depends on it."""
-        instrument = self.instrument
-        random = instrument.reentry.random_state_to_resume()
-        if random is not None:
-            record = partial(ResumeRecord.of, instrument.trainer, instrument.ledger, random)
-            shared.prepare(candidate, self.live, record)
 
     def set_aside(self, step: int) -> bool:
         """Keeps the state as it is, however bad, as the candidate; returns `False` if memory is short."""
@@ -327,7 +324,17 @@ class TrustedStates:
         if not self.early(step + 1):
             self.ring.forget_initial()
         if self.interval.choose(share):
-            self._note_interval(step, share)
+            verify_steps = self._config.snapshot_verify_steps
+            self._journal.event(
+                "snapshots",
+                step,
+                # Nothing is taken while a candidate is being verified.
+                interval=max(self.interval.steps, verify_steps),
+                verify_steps=verify_steps,
+                bytes=self.ring.nbytes,
+                seconds=self.interval.held_up,
+                share_of_step=share,
+            )
         return []
 
     def _take_another(self, candidate: Snapshot, step: int) -> list[str]:
@@ -351,16 +358,3 @@ class TrustedStates:
             ", ".join(bad[:5]),
         )
         return bad
-
-    def _note_interval(self, step: int, share: float) -> None:
-        verify_steps = self._config.snapshot_verify_steps
-        self._journal.event(
-            "snapshots",
-            step,
-            # Nothing is taken while a candidate is being verified.
-            interval=max(self.interval.steps, verify_steps),
-            verify_steps=verify_steps,
-            bytes=self.ring.nbytes,
-            seconds=self.interval.held_up,
-            share_of_step=share,
-        )

@@ -250,7 +250,7 @@ class CorruptedStateHealer(NumericsHealer):
                 finite = self._heal_before_a_save(opened)
         if not finite:
             instrument.saves.disown_best()
-        self.rollback.checkpoints.note_search(instrument.view.step, finite)
+        self.rollback.checkpoints.searched = instrument.view.step, finite
         self._told_of_state = not finite
 
     def _heal_before_a_save(self, opened: OpenIncident) -> bool:
