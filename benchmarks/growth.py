@@ -507,7 +507,7 @@ def ranks(root: Path) -> Iterable[Found]:
         "count": 1,
         "left": False,
         "process": asdict(Process.this_one()),
-        "position": Position(1, "", 1, 1.0, 1.0).to_record(),
+        "position": asdict(Position(1, "", 1, 1.0, 1.0)),
     }
     nbytes = {str(count): len(json.dumps(sign)) * (count - 1) for count in RANKS}
     by = {

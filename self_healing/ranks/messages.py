@@ -49,10 +49,6 @@ class Position:
     line: str | None = None
     called_from: str | None = None
 
-    def to_record(self) -> dict[str, Any]:
-        """Gives its form in the store."""
-        return asdict(self)
-
     @property
     def progress(self) -> tuple[int, int]:
         """How far the rank has come; comparable with that of others."""
@@ -172,10 +168,8 @@ def where_all_are(positions: Mapping[int, Position]) -> str:
     first = behind(positions)
     for rank in [*first, *(each for each in sorted(positions) if each not in first)]:
         together.setdefault(str(positions[rank]), []).append(rank)
-    named = " ".join(
-        f"Rank {ranks[0]}: {where}." if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}: each {where}."
-        for where, ranks in together.items()
-    )
+    each = {where: "each " if len(ranks) > 1 else "" for where, ranks in together.items()}
+    named = " ".join(f"{_named(ranks).capitalize()}: {each[where]}{where}." for where, ranks in together.items())
     if not first:
         return named
     return f"The others wait for rank {', '.join(map(str, first))}. {named}"

@@ -249,7 +249,7 @@ class OtherRanks:
         record: dict[str, Any] = {"count": self._count, "left": leaves, "process": asdict(self._process)}
         with contextlib.suppress(Exception):
             # Looks at what the training thread changes meanwhile.
-            record["position"] = self._look().to_record()
+            record["position"] = asdict(self._look())
         channel.put(f"rank/{self.rank}", record)
 
     def _read_positions(self, channel: SideChannel) -> None:

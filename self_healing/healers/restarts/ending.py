@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +292,7 @@ class Shutdown:
             "what_happened": str(first),
             "first_failure": first.to_record(),
             "where_they_were": where_all_are(everywhere),
-            "positions": {str(rank): each.to_record() for rank, each in sorted(everywhere.items())},
+            "positions": {str(rank): asdict(each) for rank, each in sorted(everywhere.items())},
         }
 
     # ---- remedies ----
