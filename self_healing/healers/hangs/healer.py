@@ -13,7 +13,7 @@ from ...failures.retry import RetryPolicy
 from ...ranks.messages import Failure, Position, failure_of, where_all_are
 from ...run.healer import Claim, Healer, claim_for
 from ...run.run import Run
-from ...system.processes import EXIT_FOR_RESTART, restarts_on_exit
+from ...system.processes import EXIT_FOR_RESTART, contained, restarts_on_exit
 from .threads import keep_stacks
 from .watchdog import Watchdog, leave_process, within
 
@@ -92,13 +92,11 @@ class HangWatch(Healer):
         if isinstance(error, SystemExit) and instrument is not None and instrument.leaving.begun:
             # All of them leave: one of them was asked to.
             return
-        try:
+        with contained(logger, f"The other ranks could not be told of {type(error)}, which is raised unchanged."):
             position = self._watchdog.position()
             failure = failure_of(error, ranks.rank, position.step, position.section)
             if failure is not None:
                 ranks.tell(failure)
-        except Exception:
-            logger.exception("The other ranks could not be told of %s, which is raised unchanged.", type(error))
 
     def run_ends(self, step: int) -> None:
         incident, self._watchdog.claimed = self._watchdog.claimed, None
@@ -151,7 +149,7 @@ class HangWatch(Healer):
             self._following.start()
 
     def _follow(self, failure: Failure) -> None:
-        try:
+        with contained(logger, "What another rank has failed with could not be followed; this one stays as it is."):
             if not self._stays(failure):
                 return
             if self._run.config.on_hang != "recover":
@@ -160,8 +158,6 @@ class HangWatch(Healer):
             with self._lock:
                 if not self._called_off.is_set():
                     self._leave(failure)
-        except Exception:
-            logger.exception("What another rank has failed with could not be followed; this one stays as it is.")
 
     def _stays(self, failure: Failure) -> bool:
         """Waits until it is clear that this rank does not end by itself; `False` if it does."""

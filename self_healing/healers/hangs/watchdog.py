@@ -20,7 +20,7 @@ from ...hf.sections import Section
 from ...journal.incident import Incident
 from ...ranks.messages import Failure, Position, behind, where_all_are, where_all_wait
 from ...run.run import Run
-from ...system.processes import EXIT_FOR_RESTART, restarts_on_exit
+from ...system.processes import EXIT_FOR_RESTART, contained, restarts_on_exit
 from .threads import collective_in, compiles, current_frames, keep_stacks, line_of, stacks_of, user_line_of
 
 
@@ -35,10 +35,8 @@ def within(seconds: float, work: Callable[[], Any]) -> None:
     context = contextvars.copy_context()
 
     def do() -> None:
-        try:
+        with contained(logger, "The response to a hang failed."):
             context.run(work)
-        except Exception:
-            logger.exception("The response to a hang failed.")
 
     thread = threading.Thread(target=do, name="self_healing watchdog's hand", daemon=True)
     thread.start()

@@ -37,6 +37,7 @@ from ...run.incidents import OpenIncident
 from ...run.run import Run
 from ...system import processes
 from ...system.files import jsonable, rank_in
+from ...system.processes import contained
 from .learning_rate import LEAST_TRIAL_STEPS, MARGIN_ADAPTIVE, MARGIN_PLAIN, RateTrial
 from .state import NumericsState
 
@@ -147,7 +148,7 @@ def keep_batch(run: Run, window: Window, incident: Incident) -> None:
     content["blueprint"] = _contained(partial(blueprint_of, trainer), "How its trainer computes is not kept with it.")
     content |= _contained(partial(kept_weights, trainer), "The weights are not kept with it.")
 
-    try:
+    with contained(logger, f"The batch of incident {incident.id} could not be written.", logging.WARNING):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Whole or not at all: a process that is killed meanwhile leaves nothing that a replay takes for a batch.
         temporary = path.with_name(f"{path.name}.tmp")
@@ -156,9 +157,6 @@ def keep_batch(run: Run, window: Window, incident: Incident) -> None:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-    except Exception:
-        logger.warning("The batch of incident %s could not be written.", incident.id, exc_info=True)
-    else:
         incident.evidence["batch_file"] = str(path)
 
 

@@ -19,7 +19,7 @@ from ...run.record import Attempt, ExitReason, RunRecord
 from ...run.run import Run
 from ...run.status import StatusKeeper
 from ...system.files import POSTMORTEM_FILE
-from ...system.processes import launch_of
+from ...system.processes import contained, launch_of
 from .start import Start, note_checkpoint
 
 
@@ -195,10 +195,8 @@ def crash_loop(record: RunRecord, attempts_allowed: int) -> Refusal:
 def take_up(run: Run, start: Start) -> None:
     """Goes on with what an earlier process left, if that may be tried once more, and begins this process's attempt."""
     refusal: Refusal | None = None
-    try:
+    with contained(logger, "self_healing failed while it looked at earlier attempts; training goes on without them."):
         refusal = _judge(run, start)
-    except Exception:
-        logger.exception("self_healing failed while it looked at earlier attempts; training goes on without them.")
     run.part(Attempts).begin(start.checkpoint, start.step)
     if refusal is not None:
         _refuse(run, start, refusal)

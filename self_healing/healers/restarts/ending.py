@@ -47,7 +47,7 @@ from ...run.record import ExitReason
 from ...run.run import Run
 from ...system import processes
 from ...system.files import OFF_FILE, of_rank, replace_file
-from ...system.processes import EXIT_FOR_RESTART, log_safely, restarts_on_exit
+from ...system.processes import EXIT_FOR_RESTART, contained, log_safely, restarts_on_exit
 from .attempts import Attempts
 from .emergency import publish, remove_emergency_checkpoints, save_emergency_checkpoint
 from .preemption import Preemption
@@ -133,7 +133,7 @@ class Shutdown:
         if run.device_lost:
             return
         run.device_lost = True
-        try:
+        with contained(logger, "The loss of the device could not be recorded; the original exception is raised."):
             incident = run.journal.open(self.step, type(error).__name__, {"message": text_of(error)[:500]})
             run.journal.diagnosed(incident, FailureType.DEVICE, "device", {})
             # What was raised first may have been looked into when this showed.
@@ -145,8 +145,6 @@ class Shutdown:
                 self._close_as_fatal(incident)
             self._write_postmortem_beside(verdict, FailureType.DEVICE, error)
             run.journal.dealt_with(incident)
-        except Exception:
-            logger.exception("The loss of the device could not be recorded; the original exception is raised.")
 
     def _computed_from(self, error: BaseException) -> str:
         """Names the samples of a step that a device-side assertion has ended: one is out of some range, most often."""
@@ -206,10 +204,10 @@ class Shutdown:
 
     def note_exception(self, error: BaseException) -> None:
         """Writes down what this process's part ends with, unless that is done, and adds to it where to read on."""
-        try:
+        with contained(
+            logger, "The end of the run could not be recorded; the original exception is raised unchanged."
+        ):
             self._write_down(error)
-        except Exception:
-            logger.exception("The end of the run could not be recorded; the original exception is raised unchanged.")
         # The traceback is what is looked at first.
         drop_own_frames(error)
         directions = self.run.journal.directions
