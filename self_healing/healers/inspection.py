@@ -527,8 +527,7 @@ class _Size:
 
 
 def _measured(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, _Size]:
-    sizes = {name: _size(name, tensor) for name, tensor in named}
-    return {name: size for name, size in sizes.items() if size is not None}
+    return {name: size for name, tensor in named if (size := _size(name, tensor)) is not None}
 
 
 def _size(name: str, tensor: torch.Tensor) -> _Size | None:

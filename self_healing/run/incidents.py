@@ -248,10 +248,7 @@ def _came_back(earlier: Incident, later: Incident) -> bool:
 
 def may_be_repeated(incident: Incident) -> bool:
     """Whether the steps an incident has cost are those that went with a process, and that the next one does again."""
-    ends_a_process = incident.failure in (
-        FailureType.PROCESS_DIED,
-        FailureType.USER_CODE,
-    )
+    ends_a_process = incident.failure in (FailureType.PROCESS_DIED, FailureType.USER_CODE)
     taken_up = Action.STOP in incident.actions and Action.RESUME in incident.actions
     return ends_a_process or taken_up or Action.EXIT_FOR_RESTART in incident.actions
 
