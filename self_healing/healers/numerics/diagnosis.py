@@ -76,7 +76,7 @@ def diagnose(window: Window, instrument: Instrument, healthy_inputs: Any) -> Dia
 def _recompute_watched(window: Window) -> _Sums:
     """Computes the step again, and sums up in passing what its modules give, by row and position."""
     sums: _Sums = {}
-    modules = {module for model in window.engine.view.models() for module in model.modules()}
+    modules = list(window.calls[0][0].modules())
     # A block says as much as the layers in it.
     blocks = {module for module in modules if any(module.children())}
 
