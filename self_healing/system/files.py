@@ -81,7 +81,9 @@ def append_line(path: str | os.PathLike[str], line: Mapping[str, Any], sync: boo
     text = (json.dumps(jsonable(line)) + "\n").encode()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        if _ends_torn(descriptor):
+        # Not at the end of a line that a killed process has left torn.
+        os.lseek(descriptor, max(os.fstat(descriptor).st_size - 1, 0), os.SEEK_SET)
+        if os.read(descriptor, 1) not in (b"", b"\n"):
             text = b"\n" + text
         if os.write(descriptor, text) < len(text):
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {os.fspath(path)}")
@@ -89,14 +91,6 @@ def append_line(path: str | os.PathLike[str], line: Mapping[str, Any], sync: boo
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _ends_torn(descriptor: int) -> bool:
-    size = os.fstat(descriptor).st_size
-    if size == 0:
-        return False
-    os.lseek(descriptor, size - 1, os.SEEK_SET)
-    return os.read(descriptor, 1) != b"\n"
 
 
 def parse_lines(text: str) -> tuple[list[dict[str, Any]], int]:
