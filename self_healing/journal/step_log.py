@@ -17,6 +17,8 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..system.files import replace_file
+
 
 SCHEMA_VERSION = 1
 # Rows of a file before they are merged: enough for every pixel of a wide screen.
@@ -65,7 +67,6 @@ class StepLog:
         self.kept: list[tuple[Any, ...]] = []
         # When they are to be written next, by `time.perf_counter`.
         self.due = -math.inf
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             _, written, torn = _read(path.read_bytes())
         except (FileNotFoundError, ValueError):
@@ -102,9 +103,7 @@ class StepLog:
         self._replace(rows)
 
     def _replace(self, rows: Collection[StepRow]) -> None:
-        temporary = self._path.with_name(f"{self._path.name}.tmp")
-        temporary.write_bytes(json.dumps(self._about).encode() + b"\n" + _packed(rows))
-        os.replace(temporary, self._path)
+        replace_file(self._path, json.dumps(self._about).encode() + b"\n" + _packed(rows))
         self._rows = len(rows)
 
 

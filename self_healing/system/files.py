@@ -43,7 +43,7 @@ def jsonable(value: Any, depth: int = 0) -> Any:
         return f"<{type(value).__name__}>"
 
 
-def replace_file(path: Path, text: str, *, sync: bool = False, make_directory: bool = True) -> None:
+def replace_file(path: Path, content: str | bytes, *, sync: bool = False, make_directory: bool = True) -> None:
     """
     Writes a file, whole or not at all: beside it first, so that neither a kill nor a hard link to the old one sees a
     part.
@@ -52,8 +52,8 @@ def replace_file(path: Path, text: str, *, sync: bool = False, make_directory: b
     if make_directory:
         path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
