@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ..journal.incident import BECAME, Incident, counted, headline
 from ..run.status import RunState
-from ..system.files import BRIEFING_FILE, REPORT_FILE, is_foreign_report, replace_file
+from ..system.files import BRIEFING_FILE, REPORT_FILE, is_foreign, replace_file
 from ..system.processes import contained
 from .healing_report import HealingReport
 from .reading import read_run
@@ -286,7 +286,7 @@ def write_report_files(directory: Path, run: str) -> RunReport | None:
         content = json.dumps(report.to_dict(series=False), indent=1) + "\n"
         for name, text in ((REPORT_FILE, content), (BRIEFING_FILE, briefing_of(report))):
             path = directory / name
-            if is_foreign_report(path):
+            if is_foreign(path):
                 logger.info(
                     "%s was not written by self_healing, and stays as it is: `self-healing report` shows it.", path
                 )

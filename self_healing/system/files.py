@@ -163,11 +163,10 @@ def own_patterns(output_dir: str | os.PathLike[str], healing_dir: str | os.PathL
     prefixes = _prefixes(output_dir, healing_dir)
     ours = [prefix + name for prefix in prefixes for name in REPORT_FILES]
     patterns = [prefix + name for prefix in prefixes for name in RUN_FILES]
-    patterns += [report for report in ours if not is_foreign_report(Path(output_dir, report))]
+    patterns += [report for report in ours if not is_foreign(Path(output_dir, report))]
     patterns += [f"{checkpoint}/{name}" for checkpoint in _CHECKPOINTS for name in CHECKPOINT_FILES]
-    if _is_own_gitignore(Path(output_dir, GITIGNORE)):
-        patterns.append(GITIGNORE)
-    return patterns
+    gitignore = Path(output_dir, GITIGNORE)
+    return patterns if is_foreign(gitignore) or not gitignore.exists() else [*patterns, GITIGNORE]
 
 
 def remove_leftovers(output_dir: str | os.PathLike[str]) -> None:
@@ -187,7 +186,7 @@ def hide_from_uploads(
     """
     path = Path(output_dir, GITIGNORE)
     try:
-        if path.exists() and not _is_own_gitignore(path):
+        if is_foreign(path):
             return
         if not hide:
             path.unlink(missing_ok=True)
@@ -208,9 +207,9 @@ def _prefixes(output_dir: str | os.PathLike[str], healing_dir: str | os.PathLike
     return ("", f"{Path(inside).as_posix()}/")
 
 
-def is_foreign_report(path: Path) -> bool:
-    """Whether there is a file that has the name of one of our reports, and is none."""
-    begins = REPORT_FILES[path.name]
+def is_foreign(path: Path) -> bool:
+    """Whether there is a file that has the name of our `.gitignore` or one of our reports, and is none."""
+    begins = _HEADER if path.name == GITIGNORE else REPORT_FILES[path.name]
     try:
         with path.open(encoding="utf-8") as file:
             return file.read(len(begins)) != begins
@@ -218,13 +217,6 @@ def is_foreign_report(path: Path) -> bool:
         return False
     except (OSError, ValueError):
         return True
-
-
-def _is_own_gitignore(path: Path) -> bool:
-    try:
-        return path.read_text(encoding="utf-8").startswith(_HEADER)
-    except (OSError, ValueError):
-        return False
 
 
 # ---- saved state ----
