@@ -282,7 +282,9 @@ def _classify_one(error: BaseException) -> FailureType | None:
         failure = _classify_device_error(error, text)
         if failure is not None:
             return failure
-        if _DEAD_WORKER.search(text) or _is_of_a_gone_peer(error, text):
+        # Because another process of the job is not there any more.
+        gone = comes_from_a_collective(error) and any(marker in text for marker in _GONE_PEER_TEXTS)
+        if _DEAD_WORKER.search(text) or (gone and processes.world_size() > 1):
             return FailureType.PROCESS_DIED
         number = _errno_of(error)
         if any(marker in text for marker in _DISK_TEXTS) or number in _DISK_ERRNOS:
@@ -331,13 +333,6 @@ def _comes_from_a_dying_worker(error: BaseException) -> bool:
             return True
         fetching |= module == "torch.utils.data.dataloader" and code.f_code.co_name == "_try_get_data"
     return False
-
-
-def _is_of_a_gone_peer(error: RuntimeError, text: str) -> bool:
-    """Whether a collective failed because another process of the job is not there any more."""
-    if processes.world_size() == 1 or not (isinstance(error, dist.DistError) or _GLOO_SOURCE in text):
-        return False
-    return any(marker in text for marker in _GONE_PEER_TEXTS)
 
 
 def comes_from_a_collective(error: BaseException) -> bool:
@@ -447,7 +442,9 @@ def match_known_error(
     ```
     """
     try:
-        texts = _texts(error)
+        # With notes, as Python prints it; the type with its module, which tells what torch.compile raises.
+        shown = map(traceback.format_exception_only, causes_of(error, shown=True))
+        texts = ["".join(lines)[:_LONGEST] for lines in shown]
     except Exception:
         # Its own `__str__` raises, for one.
         texts = []
@@ -456,8 +453,3 @@ def match_known_error(
             if row.pattern is not None and row.pattern.search(text + trained):
                 return row
     return next((row for row in known_errors() if exit_code in row.exit_codes), None)
-
-
-def _texts(error: BaseException | None) -> list[str]:
-    # With notes, as Python prints it; the type with its module, which tells what torch.compile raises.
-    return ["".join(traceback.format_exception_only(each))[:_LONGEST] for each in causes_of(error, shown=True)]
