@@ -7,7 +7,6 @@ import logging
 import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -271,17 +270,15 @@ def _newest_numbers(kept: Entry) -> Iterable[str]:
 
 
 def write_closing_report(run: Run) -> None:
-    """Writes `report.json` and `agent.md` when `train()` is left, and keeps the verdict for the report of the run."""
-    journal = run.journal
-    report = None if journal.rank > 0 else write_report_files(journal.directory, journal.run_id)
-    if report is not None and report.verdict is not None:
-        run.verdict, run.doubtful = str(report.verdict), report.verdict.name != "good"
-
-
-def write_report_files(directory: Path, run: str) -> RunReport | None:
-    """Writes `report.json` and `agent.md` beside the journal."""
-    with contained(logger, f"The report of run {run} in {directory} could not be written.", logging.WARNING):
-        report = read_run(directory, run)
+    """
+    Writes `report.json` and `agent.md` beside the journal when `train()` is left, and keeps the verdict for the report
+    of the run.
+    """
+    if run.journal.rank > 0:
+        return
+    directory, name_of_run = run.journal.directory, run.journal.run_id
+    with contained(logger, f"The report of run {name_of_run} in {directory} could not be written.", logging.WARNING):
+        report = read_run(directory, name_of_run)
         # Without every step: a program asks `--json` for that, and an assistant had better not read it.
         content = json.dumps(report.to_dict(series=False), indent=1) + "\n"
         for name, text in ((REPORT_FILE, content), (BRIEFING_FILE, briefing_of(report))):
@@ -292,5 +289,5 @@ def write_report_files(directory: Path, run: str) -> RunReport | None:
                 )
             else:
                 replace_file(path, text, make_directory=False)
-        return report
-    return None
+        if report.verdict is not None:
+            run.verdict, run.doubtful = str(report.verdict), report.verdict.name != "good"
