@@ -111,7 +111,7 @@ class Terminal(logging.Handler):
             text = headline(Incident.from_dict(incident), WIDTH - len(name) - 1 - len(suffix))
         text += suffix
         if record.exc_info:
-            text += "\n" + (self.formatter or _TRACEBACK).formatException(record.exc_info)
+            text += "\n" + (self.formatter or logging.Formatter()).formatException(record.exc_info)
         severity = getattr(record, "severity", None)
         if severity is None and record.levelno >= logging.WARNING:
             severity = "error" if record.levelno >= logging.ERROR else "warning"
@@ -135,14 +135,9 @@ def chosen_level() -> int:
     return _LEVELS.get((os.environ.get(VERBOSITY) or "info").lower(), logging.NOTSET)
 
 
-@contextlib.contextmanager
-def speaking_of(args: Any) -> Iterator[None]:
+def speaking_of(args: Any) -> contextlib.AbstractContextManager[None]:
     """Speaks for the time of a block outside of training, unless something speaks already."""
-    if _speaker() is not None:
-        yield
-        return
-    with Terminal(int(args.process_index)).speaking():
-        yield
+    return contextlib.nullcontext() if _speaker() is not None else Terminal(int(args.process_index)).speaking()
 
 
 def announce(text: str, level: int = logging.INFO, severity: str | None = None) -> None:
@@ -157,9 +152,6 @@ def announce(text: str, level: int = logging.INFO, severity: str | None = None) 
         record = _logger.makeRecord(_logger.name, level, __file__, 0, "%s", (text,), None, extra=extra)
         if not _is_on_the_terminal(record):
             terminal.handle(record)
-
-
-_TRACEBACK = logging.Formatter()
 
 
 def _speaker() -> Terminal | None:
