@@ -290,6 +290,8 @@ _LOWER_RATES = (
     Rung(_LOWER, Target.OLDER, given=(Given.RATE_LEFT,), once=True),
     Rung(_LOWER, given=(Given.RATE_LEFT,)),
 )
+# What the run has is saved, and `train()` is entered again: in this process, or in the next one.
+_ENTERED_AGAIN = (Action.EMERGENCY_CHECKPOINT, Action.RESUME, Action.EXIT_FOR_RESTART, Action.STOP)
 _END_AFTER_REDUCTIONS = Rung((*_BACK, *INSPECTIONS, *THE_END), failure=FailureType.LEARNING_RATE)
 
 
@@ -331,9 +333,8 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         ladder=(
             Rung((Action.SKIP_STEP,), given=(Given.PATIENCE_LEFT,)),
             *_FURTHER_BACK_AT_ONE_RATE,
-            _FROM_THE_BEGINNING,
-            Rung(_LOWER, given=(Given.RATE_LEFT,), once=True),
-            Rung(_LOWER, Target.OLDER, given=(Given.RATE_LEFT,), once=True),
+            # Of the weights on disk in the end, and not of the newest.
+            *_LOWER_RATES[:-1],
             Rung(_LOWER, Target.DISK, given=(Given.RATE_LEFT,)),
             # The steps were left out, so the weights are as good as they were.
             Rung((*INSPECTIONS, *THE_END), failure=FailureType.LEARNING_RATE),
@@ -591,14 +592,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     ),
     FailureType.HANG: Recipe(
         diagnosis="This part of a step has made no progress for much longer than it ever took.",
-        ladder=(
-            Action.WRITE_STACKS,
-            Action.INTERRUPT,
-            Action.EMERGENCY_CHECKPOINT,
-            Action.RESUME,
-            Action.EXIT_FOR_RESTART,
-            Action.STOP,
-        ),
+        ladder=(Action.WRITE_STACKS, Action.INTERRUPT, *_ENTERED_AGAIN),
         advice="The stacks of all threads below hangs/ show the line that waits: a lock, a queue, a file system or a "
         "service without a timeout, a collective that another process never entered.",
         severity="error",
@@ -609,13 +603,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         "If an exception ended it, its own output says why. Otherwise it was killed (SIGKILL or exit code -9: "
         "usually the host's memory was full, or the scheduler or somebody killed it), crashed in native code (a bus "
         "error or -7: shared memory was full), or the machine went down.",
-        ladder=(
-            Action.WRITE_STACKS,
-            Action.EMERGENCY_CHECKPOINT,
-            Action.RESUME,
-            Action.EXIT_FOR_RESTART,
-            Action.STOP,
-        ),
+        ladder=(Action.WRITE_STACKS, *_ENTERED_AGAIN),
         advice="Look at the end of its output, at the exit code (-9 or 137: killed, most often for host memory; -11 "
         "or 139: a crash in native code; -7 or 135: shared memory is full) and at the kernel's log (dmesg).",
         severity="warning",
