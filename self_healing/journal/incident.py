@@ -299,7 +299,8 @@ def headline(incident: Incident, width: int | None = None) -> str:
     """Tells of an incident in one line: where, what, what was done, what it cost."""
     ranks = incident.evidence.get("ranks")
     on = f" on rank{'s' * (len(ranks) > 1)} {_listed(ranks)}" if isinstance(ranks, list) and ranks else ""
-    seen, done = _printable(_seen(incident) + on), done_by(incident)
+    # In one line, whatever names hold.
+    seen, done = " ".join(printable(_seen(incident) + on).split()), done_by(incident)
     before, after = f"step {incident.step}: ", f"; {_cost(incident)}"
     if width is not None:
         room = width - len(before) - len(" -> ") - len(after)
@@ -309,9 +310,9 @@ def headline(incident: Incident, width: int | None = None) -> str:
     return f"{before}{seen} -> {done}{after}"
 
 
-def _printable(text: str) -> str:
-    """Leaves out what would break a line or steer a terminal: names may come from anywhere."""
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+def printable(text: str) -> str:
+    """Leaves out what steers a terminal, and what no encoding has: texts of exceptions, and parts of file names."""
+    return "".join(each if each.isprintable() or each == "\n" else " " for each in text)
 
 
 def _seen(incident: Incident) -> str:

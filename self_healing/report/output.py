@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..journal.incident import BECAME, Incident, counted, headline
+from ..journal.incident import BECAME, Incident, counted, headline, printable
 from ..run.status import RunState
 from ..system.files import BRIEFING_FILE, REPORT_FILE, is_foreign, replace_file
 from ..system.processes import contained
@@ -29,7 +29,6 @@ from .records import (
     goodput_line,
     in_short,
     moment,
-    printable,
     size,
     spoken,
 )

@@ -267,11 +267,6 @@ def render(template: str, **values: Any) -> str:
 # ---- in words ----
 
 
-def printable(text: str) -> str:
-    """Leaves out what steers a terminal, and what no encoding has: texts of exceptions, and parts of file names."""
-    return "".join(each if each.isprintable() or each == "\n" else " " for each in text)
-
-
 def sentence(text: str) -> str:
     text = text.rstrip()
     return text if text.endswith((".", "!", "?")) else f"{text}."
