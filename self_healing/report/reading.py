@@ -29,7 +29,7 @@ from .healing_report import HealingReport
 from .journals import Event, Journals, lines_of_incidents, read_journals, read_postmortem, status_in
 from .records import Checkpoint, Entry, RunReport, State, no_series
 from .steps import budgets, goodput, read_steps, series_of, steps_missing
-from .stories import Places, tell_incidents, tell_notices
+from .stories import tell_incidents, tell_notices
 from .verdict import judge_weights
 
 
@@ -99,16 +99,15 @@ class _Reader:
 
     def read(self, charts: bool) -> RunReport:
         started = self.started[-1] if self.started else {}
-        places = Places(self.directory, self.output_dir, started.get("output_dir"))
         quarantine = self._quarantine()
-        incidents = tell_incidents(self.events, places, quarantine)
+        incidents = tell_incidents(self.events, self._named, quarantine)
         last: Mapping[str, Any] = next((each for each in reversed(self.events) if each["kind"] == "run_ended"), {})
         state = self._state()
         attempts = self._attempts(state)
         until = self.now if state.name == "running" else state.since
         checkpoints = [_checkpoint(each, self.output_dir, self.run) for each in checkpoints_in(self.output_dir)]
         wanted = {**_FILES, step_log_of(self.directory, self.run).name: "every step"}
-        files = [places.named(what, self.directory / name) for name, what in wanted.items()]
+        files = [self._named(what, self.directory / name) for name, what in wanted.items()]
         recovery = {} if self.record is None else self.record.recovery_state
         report = RunReport(
             run=self.run,
@@ -228,6 +227,22 @@ class _Reader:
         }
 
     # ---- what it has left beside its journal ----
+
+    def _named(self, what: str, path: str | Path) -> Entry | None:
+        """Names a file, relative to the journal where it lies below it; `None` if it is gone."""
+        path = Path(path)
+        candidates = [self.directory / path]
+        # The run directory may have been moved or copied since the journal was written.
+        recorded = self.started[-1].get("output_dir") if self.started else None
+        if recorded is not None and path.is_relative_to(recorded):
+            candidates.append(self.output_dir / path.relative_to(recorded))
+        # At the end of a run, an emergency checkpoint is put among the regular ones.
+        candidates.append(self.output_dir / path.name)
+        found = next((each for each in candidates if each.exists()), None)
+        if found is None:
+            return None
+        shown = found.relative_to(self.directory) if found.is_relative_to(self.directory) else found
+        return {"what": what, "path": str(shown), "bytes": found.stat().st_size if found.is_file() else None}
 
     def _quarantine(self) -> list[Entry]:
         """The rows and samples that the run has left out."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -37,37 +37,17 @@ _NOTICED = {
 _LISTED = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Finds the files that a journal names, also where the run directory was moved or copied since."""
-
-    directory: Path
-    output_dir: Path
-    # Where it was when the journal was written.
-    recorded: str | None = None
-
-    def named(self, what: str, path: str | Path) -> Entry | None:
-        """Names a file, relative to the journal where it lies below it; `None` if it is gone."""
-        path = Path(path)
-        candidates = [self.directory / path]
-        if self.recorded is not None and path.is_relative_to(self.recorded):
-            candidates.append(self.output_dir / path.relative_to(self.recorded))
-        # At the end of a run, an emergency checkpoint is put among the regular ones.
-        candidates.append(self.output_dir / path.name)
-        found = next((each for each in candidates if each.exists()), None)
-        if found is None:
-            return None
-        shown = found.relative_to(self.directory) if found.is_relative_to(self.directory) else found
-        return {"what": what, "path": str(shown), "bytes": found.stat().st_size if found.is_file() else None}
+# Names a file that a journal speaks of, by what it is and its path; `None` if it is gone.
+Naming = Callable[[str, str | Path], Entry | None]
 
 
-def tell_incidents(events: Iterable[Event], places: Places, rows: Sequence[Entry] = ()) -> list[IncidentStory]:
+def tell_incidents(events: Iterable[Event], naming: Naming, rows: Sequence[Entry] = ()) -> list[IncidentStory]:
     """Tells the incidents of one run, in the order in which they were seen; `rows` is its quarantine."""
-    stories = [_tell(names, lines, places, rows) for names, lines in told_once(events)]
+    stories = [_tell(names, lines, naming, rows) for names, lines in told_once(events)]
     return sorted(stories, key=lambda story: (story.time or 0.0, story.id))
 
 
-def _tell(names: Sequence[str], lines: Sequence[Event], places: Places, rows: Sequence[Entry]) -> IncidentStory:
+def _tell(names: Sequence[str], lines: Sequence[Event], naming: Naming, rows: Sequence[Entry]) -> IncidentStory:
     first, incident = lines[0], incident_of(lines)
     recipe = None if incident.failure is None else FAILURE_RECIPES[incident.failure]
     symptom = spoken(incident.symptom.removeprefix("rule:"))
@@ -87,7 +67,7 @@ def _tell(names: Sequence[str], lines: Sequence[Event], places: Places, rows: Se
         attempt=first.get("attempt", 0),
         story=[line for event in lines for line in _lines_of(event)],
         rows=[row for row in rows if _is_of(row, names, incident)],
-        files=_files_of(lines, places),
+        files=_files_of(lines, naming),
     )
 
 
@@ -99,12 +79,12 @@ def _is_of(row: Entry, names: Sequence[str], incident: Incident) -> bool:
     return any([each.get(key) for key in place] == wanted for each in incident.evidence.get("samples", ()))
 
 
-def _files_of(lines: Sequence[Event], places: Places) -> list[Entry]:
+def _files_of(lines: Sequence[Event], naming: Naming) -> list[Entry]:
     told = [item for event in lines for item in (*event.items(), *event.get("evidence", {}).items())]
     told.append(("batch", os.path.join("incidents", f"{lines[0]['incident']}.pt")))
     found: dict[str, Entry] = {}
     for key, value in told:
-        if key in _FILES and isinstance(value, str) and (named := places.named(_FILES[key], value)) is not None:
+        if key in _FILES and isinstance(value, str) and (named := naming(_FILES[key], value)) is not None:
             found.setdefault(named["path"], named)
     return list(found.values())
 
