@@ -269,14 +269,10 @@ def _classify_one(error: BaseException) -> FailureType | None:
         # Its numbers are not those of the operating system: 5 is a connection that was cut off, not a broken disk.
         lost = isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError))
         return FailureType.NETWORK if lost or "EOF occurred" in text_of(error) else None
-    if isinstance(error, OSError):
-        if error.errno in _NETWORK_ERRNOS:
-            return FailureType.NETWORK
-        if error.errno in _DISK_ERRNOS:
-            return FailureType.DISK
-        if error.errno == errno.ENOMEM:
-            return FailureType.OUT_OF_MEMORY
-        return None
+    if isinstance(error, OSError) and error.errno in _NETWORK_ERRNOS:
+        return FailureType.NETWORK
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return FailureType.OUT_OF_MEMORY
     if isinstance(error, RuntimeError):
         text = text_of(error)
         failure = _classify_device_error(error, text)
