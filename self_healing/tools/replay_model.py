@@ -151,7 +151,7 @@ def build_trainer(blueprint: Mapping[str, Any], model: Any, scratch: str, notes:
 
     given: dict[str, Any] = {"train_dataset": Dataset.from_list(rows), "processing_class": _tokenizer(model)}
     if known in ("GRPOTrainer", "RLOOTrainer"):
-        given["reward_funcs"] = _no_reward
+        given["reward_funcs"] = lambda completions, **_: [0.0] * len(completions)
     reference = blueprint.get("reference")
     if known in ("DPOTrainer", "KTOTrainer") and reference is not None:
         source = _found(reference["name_or_path"], blueprint)
@@ -161,10 +161,6 @@ def build_trainer(blueprint: Mapping[str, Any], model: Any, scratch: str, notes:
         # One that was given in train mode has dropout, and draws random numbers.
         trainer.ref_model.train(reference["training"])
     return trainer
-
-
-def _no_reward(completions: list[Any], **_: Any) -> list[float]:
-    return [0.0] * len(completions)
 
 
 def _arguments(cls: type, blueprint: Mapping[str, Any], scratch: str, notes: list[str]) -> Any:
