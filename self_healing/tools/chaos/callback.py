@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
+from ...callback import callback_of
 from ...healers.data.guard import Proxy
 from ...hf.patching import find_trainer
 from .faults import KINDS, Fault, FaultError, Ledger, Schedule, parse_faults
@@ -83,7 +84,8 @@ class Chaos(TrainerCallback):
         schedule.has_rewards = bool(plain_rewards(trainer))
         schedule.draw(int(state.max_steps), args.process_index, args.world_size)
         schedule.step.value = int(state.global_step)
-        run_dir = str(Path(_healing_dir(trainer) or args.output_dir).absolute())
+        healer = callback_of(trainer)
+        run_dir = str(Path((None if healer is None else healer.config.healing_dir) or args.output_dir).absolute())
         told = {"faults": schedule.keys, "at": schedule.steps, "on": schedule.ranks}
         self.ledger.write("run", run_dir=run_dir, step=int(state.global_step), max_steps=int(state.max_steps), **told)
         callbacks, last_word = trainer.callback_handler.callbacks, _LastWord(self)
@@ -116,8 +118,3 @@ class Chaos(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._schedule.step.value = int(state.global_step)
-
-
-def _healing_dir(trainer: Any) -> str | None:
-    configs = (getattr(callback, "config", None) for callback in trainer.callback_handler.callbacks)
-    return next((directory for each in configs if (directory := getattr(each, "healing_dir", None))), None)
