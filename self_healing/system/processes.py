@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
@@ -103,7 +102,7 @@ def state_of(pid: int, began: float) -> State:
 
 def _began(process: psutil.Process) -> float:
     """Gives when a process was started: in seconds since the machine was."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    with suppress(OSError, ValueError, IndexError):
         stat = (_PROCESSES / str(process.pid) / "stat").read_bytes()
         # proc(5): after the name in brackets, which may hold any characters.
         return int(stat.rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
@@ -114,7 +113,7 @@ def machine() -> str:
     """Names what the number of a process belongs to: a machine, and on it a container that counts its own."""
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             parts.append(os.readlink(path) if "ns" in Path(path).parts else Path(path).read_text().strip())
     return " ".join(parts)
 
@@ -126,7 +125,7 @@ def end_at_once(code: int) -> NoReturn:
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             stream.flush()
     os._exit(code)
 
@@ -216,7 +215,7 @@ def log_safely(logger: logging.Logger, level: int, message: str, *args: Any, **o
             traceback.print_exc()
 
 
-@contextlib.contextmanager
+@contextmanager
 def contained(logger: logging.Logger, message: str, level: int = logging.ERROR) -> Iterator[None]:
     """What a block raises is logged, and must not take the place of what a run ends with."""
     try:

@@ -357,9 +357,7 @@ def doctor(
             end_at_once(0 if job.works else 1)
     found = check_up(directory, job=job)
     if as_json:
-        import dataclasses
-
-        typer.echo(json.dumps({"works": found.works, **dataclasses.asdict(found)}, indent=2))
+        typer.echo(json.dumps({"works": found.works, **asdict(found)}, indent=2))
     else:
         print_checkup(found, Console(highlight=False))
     if job is not None:
