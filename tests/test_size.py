@@ -25,10 +25,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 walks = importlib.import_module("walks")
 _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
-CODE_LINES = 27_727
-LINES = 39_415
+CODE_LINES = 27_670
+LINES = 39_353
 MODULES = 135
-FUNCTIONS = 2_623
+FUNCTIONS = 2_607
 SETTINGS = 40
 # Of the statements of a function, from its `def` to its end without its docstring.
 NINE_OF_TEN, LONGEST = 18, 62

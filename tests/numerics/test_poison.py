@@ -114,6 +114,36 @@ def test_a_poison_row_is_found_for_little_more_than_computing_the_step_again(
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(lambda hidden: iter([hidden]), id="an iterator, which can be gone through once"),
+        pytest.param(lambda hidden: [hidden.new_empty(8, 2, device="meta"), hidden], id="a tensor without numbers"),
+    ],
+)
+def test_a_module_may_give_what_cannot_be_looked_at(tmp_path: Path, tokenizer: Any, given: Any) -> None:
+    class Giving(torch.nn.Module):
+        def __init__(self, block: torch.nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, hidden: torch.Tensor) -> Any:
+            return given(self.block(hidden))
+
+    class Taking(Giving):
+        def forward(self, hidden: torch.Tensor) -> Any:
+            return list(self.block(hidden))[-1]
+
+    trainer = sft_trainer(tmp_path, tokenizer, texts=poisoned_texts(), max_steps=8, callbacks=[SelfHealingCallback()])
+    layer = trainer.model.model.layers[0]
+    layer.mlp = Taking(Giving(layer.mlp))
+    PoisonToken(trainer.model, tokenizer.convert_tokens_to_ids(POISON_WORD))
+    trainer.train()
+
+    assert {row["dataset_index"] for row in quarantined(tmp_path)} == set(POISONED)
+    assert not journal(tmp_path, "healing_off")
+
+
+@pytest.mark.parametrize(
     ("computations", "spoiled"),
     [(9, slice(None)), (12, slice(None)), (2, [0]), (3, [0]), (4, [0]), (5, [0]), (9, [0])],
 )

@@ -88,9 +88,14 @@ class NonfiniteHealer(NumericsHealer):
         # Before it is computed again. The gradient has been summed over ranks, and says no more whose it was.
         losses_are_finite = math.isfinite(sum(map(float, window.losses)))
         if self.acts and self.config.on_nonfinite == "heal":
-            diagnosis = diagnose(window, self.run.instrument, self.rollback.batches.healthy_inputs)
-            if self._make_weights_anew(window) and diagnosis.failure is FailureType.NONFINITE_TRANSIENT:
-                window.recompute_with_retry()
+            for _ in range(2):
+                diagnosis = diagnose(window, self.run.instrument, self.rollback.batches.healthy_inputs)
+                if not self._make_weights_anew(window):
+                    break
+                # It was found with weights that are no more.
+            else:
+                if diagnosis.failure is FailureType.NONFINITE_TRANSIENT:
+                    window.recompute_with_retry()
         else:
             asked_for: dict[str, Any] = {"on_nonfinite": self.config.on_nonfinite}
             if (watched := self.run.instrument.view.only_watched) is not None:
