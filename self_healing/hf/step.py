@@ -2,8 +2,8 @@
 One optimizer step: its signals, its rows, computed again, kept for later, or left out.
 
 `hf/adapter.py` fills it, `healers/numerics/judge.py` reads its signals, `diagnosis.py` there computes it again, as a
-whole, then some rows of it, then once more as a whole. `remedies.py` ends with [`Window.accept`] or [`Window.skip`],
-or the step is applied as it is.
+whole, then some rows of it, then without them or once more as a whole. `remedies.py` ends with [`Window.accept`] or
+[`Window.skip`], or the step is applied as it is.
 """
 
 from __future__ import annotations

@@ -81,10 +81,12 @@ def _recompute_watched(window: Window) -> _Sums:
     blocks = {module for module in modules if any(module.children())}
 
     def add(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        given = list(output.values()) if isinstance(output, Mapping) else output
+        if module not in blocks:
+            return
         with contextlib.suppress(Exception):
+            given = list(output.values()) if isinstance(output, Mapping) else output
             for each in given if isinstance(given, (list, tuple)) else [given]:
-                if module in blocks and isinstance(each, torch.Tensor) and each.is_floating_point() and each.dim() > 1:
+                if isinstance(each, torch.Tensor) and each.is_floating_point() and each.dim() > 1:
                     by_position = each.detach()[..., None].sum(tuple(range(2, each.dim() + 1)), dtype=torch.float32)
                     sums.setdefault(window.computing, []).append(by_position)
 
@@ -160,10 +162,7 @@ def _poisoned(window: Window, poison: dict[int, list[int]], count: int, total: i
 
 
 def _poison_rows(
-    experiments: StepExperiments,
-    healthy_inputs: Any,
-    device: torch.device,
-    sizes: Sequence[int],
+    experiments: StepExperiments, healthy_inputs: Any, device: torch.device, sizes: Sequence[int]
 ) -> Diagnosis:
     poison = find_poison_rows(experiments, sizes, device)
     counts = [sum(sizes), sum(len(rows) for rows in poison.values())]
