@@ -48,8 +48,9 @@ def often(faults: Iterable[str], times: int, first: int, apart: int) -> list[tup
 # By name: the tool, what strikes it and when, and after how many steps it saves (0: at the end).
 DEATHS = ("sigkill", "sigterm")
 JOBS: dict[str, tuple[str, list[tuple[str, int]], int]] = {
-    "nan": ("wrapper", often(["nan_loss", "nan_gradient"], 6, 12, 6), 0),
-    "poison": ("wrapper", often(["poison_samples", "oom"], 5, 12, 6), 0),
+    # An epoch has 16 batches, some of longer rows than others: 7 apart, each fault strikes eight of them.
+    "nan": ("wrapper", often(["nan_loss", "nan_gradient"], 8, 12, 7), 0),
+    "poison": ("wrapper", often(["poison_samples", "oom"], 8, 12, 7), 0),
     # Far enough apart for a snapshot that is trusted to lie between.
     "state": ("wrapper", often(["corrupted_weights"], 5, 20, 20), 0),
     "deaths": (
