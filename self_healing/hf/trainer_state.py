@@ -98,7 +98,7 @@ class Bookkeeper:
             self._names, self._attributes = list(scalars), len(attributes)
         return Bookkeeping(
             scalars,
-            running_loss if running_loss is not None else trainer._tr_loss.detach().clone(),
+            trainer._tr_loss.clone() if running_loss is None else running_loss,
             state.num_input_tokens_seen,
             state.total_flos,
             len(state.log_history),

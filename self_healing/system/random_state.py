@@ -6,6 +6,7 @@ import ctypes
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
@@ -45,13 +46,14 @@ class RandomState:
         python = (_python.VERSION, _python_words(), _python.gauss_next)
         devices = [] if kind == "cpu" else _on_devices(device)
         generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        numpy = None
-        if type(generator) is np.random.MT19937:
-            words = (ctypes.c_char * _MT19937_BYTES).from_address(int(generator.ctypes.state_address)).raw
-            numpy = _numpy_before.get(words)
+        words = _words_of(generator).raw if type(generator) is np.random.MT19937 else b""
+        numpy = _numpy_before.get(words)
         # The words do not show whether the number that is kept from the last pair was used up.
         if numpy is None or numpy[_HAS_GAUSS]:
-            numpy = _numpy_state(generator)
+            numpy = np.random.get_state()
+            _numpy_before.clear()
+            if words:
+                _numpy_before[words] = numpy
         return cls(python, numpy, torch.default_generator.get_state(), devices, kind)
 
     def restore(self) -> None:
@@ -86,13 +88,9 @@ class RandomState:
         return cls(states["python"], numpy, states["cpu"], list(states["devices"]), states["device_type"])
 
 
-def _numpy_state(generator: Any) -> Any:
-    """Gives the state of numpy's generator, and keeps it beside its words."""
-    state = np.random.get_state()
-    _numpy_before.clear()
-    if type(generator) is np.random.MT19937:
-        _numpy_before[ctypes.string_at(int(generator.ctypes.state_address), _MT19937_BYTES)] = state
-    return state
+@lru_cache(maxsize=1)
+def _words_of(generator: Any) -> Any:
+    return (ctypes.c_char * _MT19937_BYTES).from_address(int(generator.ctypes.state_address))
 
 
 def _on_devices(device: torch.device | None) -> list[torch.Tensor]:
