@@ -103,7 +103,7 @@ bench: .venv/.installed
 	.venv/bin/python benchmarks/page.py
 
 # All trainers, tools, rates and seeds, and what a step costs: hours. Each part goes on where it was left.
-bench-all: .venv/.installed
+bench-all: .venv/.installed .venv-deepspeed/.installed
 	.venv/bin/python benchmarks/survival.py --all
 	.venv/bin/python -m pip install --quiet ckpt-chaos -c constraints.txt
 	.venv/bin/python benchmarks/kill_points.py --all
@@ -117,10 +117,11 @@ bench-all: .venv/.installed
 	.venv/bin/python benchmarks/snapshots.py
 	.venv/bin/python benchmarks/restarts.py
 	.venv/bin/python benchmarks/overhead.py
-	.venv/bin/python benchmarks/overhead.py --accumulation 8 --duets 8 --turns 12 \
+	.venv/bin/python benchmarks/overhead.py --accumulation 8 --duets 16 --turns 8 \
 		--output benchmarks/results/overhead_accumulated_cpu.json
 	.venv/bin/python benchmarks/ranks.py
 	.venv/bin/python benchmarks/ranks.py --strategy fsdp2
+	PATH="$(CURDIR)/.venv-deepspeed/bin:$$PATH" .venv-deepspeed/bin/python benchmarks/ranks.py --strategy zero2
 	.venv/bin/python benchmarks/page.py
 
 bench-gpu: gpu-needs

@@ -217,16 +217,18 @@ class Bench:
 
 def in_turns(runs: Sequence[Callable[[Any, Any], Any]], first: int = 0) -> list[Any]:
     """
-    Two runs at once, each in a process of its own, begun alike by a fork.
+    Two runs at once, each in a process of its own, begun alike by a fork; or two halves of runs.
 
     Each is called with the semaphore that it acquires before its turns, and the one that it releases after them. The
-    `first` run begins.
+    `first` half begins.
     """
     context = multiprocessing.get_context("fork")
-    with context.Manager() as shared, context.Pool(2) as processes:
+    half = len(runs) // 2
+    with context.Manager() as shared, context.Pool(len(runs)) as processes:
         turns = [shared.Semaphore(0) for _ in runs]
-        turns[first].release()
-        calls = [(number, run, turns[number], turns[1 - number]) for number, run in enumerate(runs)]
+        for turn in turns[first * half :][:half]:
+            turn.release()
+        calls = [(number, run, turns[number], turns[(number + half) % len(runs)]) for number, run in enumerate(runs)]
         # As they end: where one has failed, the other waits for its turn for ever, and is ended with the pool.
         found = dict(processes.imap_unordered(_numbered, calls))
     return [found[number] for number in range(len(runs))]

@@ -1,10 +1,10 @@
 """
 What healing costs on two ranks of a run in which nothing goes wrong.
 
-As `overhead.py`, on two processes that train together: both hold a plain trainer and one with a
-`SelfHealingCallback`, which take turns of some steps, and then change their parts. Both ranks have come before a turn
-begins. A turn holds all that a step brings now and then: snapshots, the comparison of weights. So of a duet the ratio
-of all its steps counts.
+As `overhead.py`, with two processes to each of the two runs: the two ranks of the plain trainer do some steps, those
+of the one with a `SelfHealingCallback` do some, and so on. A turn ends when all ranks of the run have come to its end,
+and holds all that a step brings now and then: snapshots, the comparison of weights. So of a duet the ratio of all its
+steps counts; two duets, one in which either begins, are one value, their mean.
 
 ```bash
 python benchmarks/ranks.py
@@ -12,10 +12,10 @@ python benchmarks/ranks.py --strategy fsdp2
 python benchmarks/ranks.py --strategy zero2      # where DeepSpeed is installed: `make test-deepspeed`
 ```
 
-What threads of the package do beside training falls on both trainers alike, and stands beside the ratio, as share of
-one core. A run of its own counts the votes of ranks, and the time from a rank's ballot to the result: that of the
-reduction, and of waiting for the other rank. What no healing before the update can be cheaper than is measured in the
-same way: a plain reduction of one ballot in each step, by a callback that does nothing else.
+What threads of the package do beside training stands beside the ratio, as share of one core: while a run waits for its
+turn they fall on the other one. A run of its own counts the votes of ranks, and the time from a rank's ballot to the
+result: that of the reduction, and of waiting for the other rank. What no healing before the update can be cheaper than
+is measured in the same way: a plain reduction of one ballot in each step, by a callback that does nothing else.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ import argparse
 import gc
 import json
 import os
+import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +41,12 @@ import torch
 import torch.distributed as dist
 import transformers.training_args
 from accelerate import PartialState
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
-from overhead import RESULTS, Bench, Profile, Turn, keep_freed_memory, median_and_interval, processor
+from overhead import RESULTS, Bench, Profile, Turn, in_turns, keep_freed_memory, median_and_interval, processor
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-from trl import SFTTrainer
+from transformers import Trainer, TrainerCallback
 
 import self_healing
 from self_healing import SelfHealingCallback
@@ -65,12 +61,21 @@ Pair = tuple[float, float]
 
 # What a step with healing may take, of one without.
 BOUND = 1.015
-# Turns at the start of a duet that are not counted: a turn is noted from the end of the one before.
-WARM_UP_TURNS = 1
+# Turns of a run that are not counted: the first, and the last, in which the other run may have come to its end.
+UNCOUNTED = 2
 # The stage of ZeRO, and whether in bf16.
 ZERO = {"zero1": (1, False), "zero2": (2, True), "zero3": (3, True)}
-# The job is ended after so many seconds, whatever became of it, and a collective after so many.
-LIMIT, COLLECTIVE = 1800, 90
+# A run waits for its turn within a collective of its own; none takes so many seconds.
+COLLECTIVE = 600
+
+
+@dataclass(frozen=True, slots=True)
+class OfRank:
+    """What a rank of one run has timed: seconds per step of each turn, on the clock and of its training thread."""
+
+    seconds: list[float]
+    cpu_seconds: list[float]
+    share: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,37 +95,28 @@ class Timed:
     share: dict[str, float]
 
 
-class BothRanks:
-    """Waits for the other rank at the end of a turn."""
+class AllRanks:
+    """Waits for the other ranks of the run at the end of a turn."""
 
     @staticmethod
     def synchronize() -> None:
         dist.barrier()
 
 
-class RankTurn(Turn):
+def at_step_end(trainer: Trainer, *watching: TrainerCallback) -> None:
     """
-    A turn on several ranks: only the trainer whose turn it is may be in a collective, also at the end of its run. So
-    the one that has had its last turn waits until the other has ended.
+    Tells them of each step after all callbacks: were they callbacks of the user's themselves, the ranks would ask each
+    other after each step what they ask for.
     """
+    told = trainer.callback_handler.on_step_end
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == state.max_steps and self.other is not None and self.other.ended:
-            self._note()
-            return
-        if state.global_step == state.max_steps:
-            self.ended = True
-        super().on_step_end(args, state, control, **kwargs)
-        if self.ended:
-            self.wait()
+    def on_step_end(args: Any, state: Any, control: Any) -> Any:
+        control = told(args, state, control)
+        for each in watching:
+            each.on_step_end(args, state, control)
+        return control
 
-    ended = False
-    other: RankTurn | None = None
-
-    def _note(self) -> None:
-        self._synchronize()
-        self.seconds.append((self._clock() - (self._began or 0.0)) / self._steps)
-        self.cpu_seconds.append((time.thread_time() - self._cpu_began) / self._steps)
+    trainer.callback_handler.on_step_end = on_step_end
 
 
 class OneReduction(TrainerCallback):
@@ -195,77 +191,81 @@ class Votes:
 class RanksBench(Bench):
     """Builds the same trainer again and again on each rank, and times its steps."""
 
-    warm_up = WARM_UP_TURNS
+    warm_up = UNCOUNTED
 
     def arguments(self, directory: str) -> dict[str, Any]:
         common = {**super().arguments(directory), "ddp_backend": "gloo", "ddp_find_unused_parameters": False}
         return common | (zero_arguments(self.options.strategy) if self.options.strategy in ZERO else {})
 
-    def rank_duets(self, healing: type[TrainerCallback]) -> Iterator[Timed]:
-        """
-        Times two trainers that take turns, one plain and one with a callback of a class, and again with these parts
-        changed: where the memory of a trainer lies makes its steps up to 5 % slower or faster, and is in the mean of
-        both no more. Under DeepSpeed a trainer can train only once.
-        """
-        threads = [ThreadPoolExecutor(1) for _ in range(2)]
+    def rank_duet(self, healing: type[TrainerCallback], healed_first: bool) -> Timed:
+        """A plain trainer and one with a callback of a class take turns."""
+        runs: list[Callable[..., Any]] = []
+        for callback in (TrainerCallback, healing):
+            runs += on_ranks(self.options.strategy, partial(self.timed_rank, callback))
+        found = in_turns(runs, int(healed_first))
+        plain, healed = found[:RANKS], found[RANKS:]
+        # The ranks wait for each other in each step: what one takes longer is in the time of the others as well.
+        clock = [
+            [statistics.mean(turn) for turn in zip(*(each.seconds for each in of), strict=True)]
+            for of in (plain, healed)
+        ]
+        cpu = [run[0].cpu_seconds for run in (plain, healed)]
+        return Timed(*(list(zip(*both, strict=True))[:-1] for both in (clock, cpu)), healed[0].share)
+
+    def timed_rank(self, callback: type[TrainerCallback], mine: Any, theirs: Any) -> OfRank:
+        """One rank of one of the two runs."""
+        turn, threads = Turn(self.options.turn, AllRanks), OwnThreads()
+        turn.mine, turn.theirs = mine, theirs
         with tempfile.TemporaryDirectory() as directory:
-            trainers: list[SFTTrainer] = []
-            for healed in range(2):
-                if not trainers or self.options.strategy in ZERO:
-                    trainers = [self.trainer(False, TrainerCallback(), f"{directory}/{number}") for number in range(2)]
-                gc.collect()
-                yield self._duet(trainers, threads, healed, healing())
-            for trainer in trainers:
-                sharded = [isinstance(each, DTensor) for each in trainer.model.parameters()]
-                assert all(sharded) == any(sharded) == (self.options.strategy == "fsdp2")
-                assert (engine_of(trainer) is not None) == (self.options.strategy in ZERO)
-        for thread in threads:
-            thread.shutdown()
-
-    def _duet(
-        self,
-        trainers: Sequence[SFTTrainer],
-        threads: Sequence[ThreadPoolExecutor],
-        healed: int,
-        healing: TrainerCallback,
-    ) -> Timed:
-        turns = [RankTurn(self.options.turn, BothRanks) for _ in trainers]
-        for turn, other in zip(turns, reversed(turns), strict=True):
-            turn.other, turn.theirs = other, other.mine
-        own = OwnThreads()
-        callbacks: list[list[TrainerCallback]] = [[turn] for turn in turns]
-        callbacks[healed] = [healing, turns[healed], own]
-
-        def train(number: int) -> None:
-            torch.set_num_threads(self.options.threads)
-            for callback in callbacks[number]:
-                trainers[number].add_callback(callback)
-            turns[number].wait()
-            trainers[number].train()
-            for callback in callbacks[number]:
-                trainers[number].remove_callback(callback)
-            turns[number].theirs.release()
-
-        dist.barrier()
-        running = [thread.submit(train, number) for number, thread in enumerate(threads)]
-        turns[0].mine.release()
-        for run in running:
-            run.result()
-        plain, with_healing = turns[1 - healed], turns[healed]
-        return Timed(
-            list(zip(plain.seconds, with_healing.seconds, strict=True)),
-            list(zip(plain.cpu_seconds, with_healing.cpu_seconds, strict=True)),
-            own.share,
-        )
-
-    def votes(self) -> list[dict[str, Any]]:
-        """Counts and times the votes, in a run of its own."""
-        torch.set_num_threads(self.options.threads)
-        with tempfile.TemporaryDirectory() as directory, Votes() as votes:
-            trainer = self.trainer(True, TrainerCallback(), directory)
+            trainer = self.trainer(False, callback(), directory)
+            at_step_end(trainer, threads, turn)
+            gc.collect()
             dist.barrier()
+            turn.wait()
             trainer.train()
+        sharded = [isinstance(each, DTensor) for each in trainer.model.parameters()]
+        assert all(sharded) == any(sharded) == (self.options.strategy == "fsdp2")
+        assert (engine_of(trainer) is not None) == (self.options.strategy in ZERO)
+        return OfRank(turn.seconds, turn.cpu_seconds, threads.share)
+
+    def votes(self, *turns: Any) -> list[dict[str, Any]]:
+        """Counts and times the votes, in a run of its own."""
+        with tempfile.TemporaryDirectory() as directory, Votes() as votes:
+            self.trainer(True, TrainerCallback(), directory).train()
         return votes.table(self.steps)
+
+    def profiled(self, *turns: Any) -> list[dict[str, Any]]:
+        """Where the time of the callback goes, in a run of its own."""
+        profile = Profile()
+        with tempfile.TemporaryDirectory() as directory:
+            trainer = self.trainer(True, TrainerCallback(), directory)
+            at_step_end(trainer, profile)
+            trainer.train()
+        return profile.own_time()
+
+
+def on_ranks(strategy: str, run: Callable[[Any, Any], Any]) -> list[Callable[[Any, Any], Any]]:
+    """The run, as each of its ranks is called with the semaphores of its turns."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    return [partial(_on_rank, strategy, rank, port, run) for rank in range(RANKS)]
+
+
+def _on_rank(strategy: str, rank: int, port: int, run: Callable[[Any, Any], Any], mine: Any, theirs: Any) -> Any:
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="localhost")
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", TOKENIZERS_PARALLELISM="false")
+    torch.set_num_threads(1)
+    if strategy == "fsdp2":
+        sharded_on_the_cpu()
+    elif strategy in ZERO:
+        zero_on_the_cpu()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE))
+    try:
+        return run(mine, theirs)
+    finally:
+        dist.destroy_process_group()
 
 
 def sharded_on_the_cpu() -> None:
@@ -281,11 +281,7 @@ def sharded_on_the_cpu() -> None:
 
 
 def zero_arguments(strategy: str) -> dict[str, Any]:
-    """Of `SFTConfig`, and forgets the plugin of the trainer before."""
-    for state in (AcceleratorState, GradientState):
-        state._reset_state()
-    unset_hf_deepspeed_config()
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    """Of `SFTConfig`."""
     stage, bf16 = ZERO[strategy]
     config = {
         "train_micro_batch_size_per_gpu": "auto",
@@ -325,54 +321,34 @@ def of_both_parts(values: list[float]) -> list[float]:
     return [statistics.mean(values[first : first + 2]) for first in range(0, len(values), 2)]
 
 
-@dataclass(slots=True)
-class Duets:
-    """What was timed, seconds per step of all duets: mean of both ranks on the clock, and CPU time of this one."""
-
-    clock: list[list[Pair]]
-    cpu: list[list[Pair]]
-    shares: list[dict[str, float]]
-
-
-def time_duets(bench: RanksBench, healing: type[TrainerCallback], count: int) -> Duets:
-    timed, began = Duets([], [], []), time.monotonic()
-    for number in range(count // 2):
-        for duet in bench.rank_duets(healing):
-            # Both ranks wait for each other in each step: what one takes longer is in the time of the other as well.
-            of_ranks: list[Any] = [None] * RANKS
-            dist.all_gather_object(of_ranks, duet.clock)
-            timed.clock.append(
-                [tuple(map(statistics.mean, zip(*pairs, strict=True))) for pairs in zip(*of_ranks, strict=True)]
-            )
-            timed.cpu.append(duet.cpu)
-            timed.shares.append(duet.share)
-        if dist.get_rank() == 0:
-            plain = 1e3 * statistics.median(plain for plain, _ in timed.clock[-1])
-            ratios = " and ".join(f"{ratio_of(duet):.4f}" for duet in timed.clock[-2:])
-            told = f"ratios {ratios}, {plain:.0f} ms per plain step ({time.monotonic() - began:.0f} s)"
-            print(f"{healing.__name__}, pair {number + 1} of {count // 2}: {told}", flush=True)
+def time_duets(bench: RanksBench, healing: type[TrainerCallback], count: int) -> list[Timed]:
+    timed, began = [], time.monotonic()
+    for number in range(count):
+        timed.append(bench.rank_duet(healing, healed_first=number % 2 == 1))
+        plain = 1e3 * statistics.median(plain for plain, _ in timed[-1].clock)
+        told = (
+            f"ratio {ratio_of(timed[-1].clock):.4f}, {plain:.0f} ms per plain step ({time.monotonic() - began:.0f} s)"
+        )
+        print(f"{healing.__name__}, duet {number + 1} of {count}: {told}", flush=True)
     return timed
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     keep_freed_memory()
+    # A process that has worked with several threads cannot be forked.
+    torch.set_num_threads(1)
     bench = RanksBench(options)
     timed = time_duets(bench, SelfHealingCallback, options.duets)
-    reduced = of_both_parts(list(map(ratio_of, time_duets(bench, OneReduction, options.reductions).clock)))
-    duets, shares = timed.clock, timed.shares
+    reduced = of_both_parts([ratio_of(duet.clock) for duet in time_duets(bench, OneReduction, options.reductions)])
+    duets, shares = [duet.clock for duet in timed], [duet.share for duet in timed]
     pairs = [pair for duet in duets for pair in duet]
     ratios, typical = of_both_parts(list(map(ratio_of, duets))), of_both_parts(list(map(typical_ratio_of, duets)))
     ratio, interval = median_and_interval(ratios)
     typical_ratio, typical_interval = median_and_interval(typical)
-    cpu_ratio, cpu_interval = median_and_interval(of_both_parts(list(map(ratio_of, timed.cpu))))
+    cpu_ratio, cpu_interval = median_and_interval(of_both_parts([ratio_of(duet.cpu) for duet in timed]))
     reduction_ratio, reduction_interval = median_and_interval(reduced)
     bench.steps = options.profiled
-    votes = bench.votes()
-    bench.steps = options.profiled
-    profile = Profile()
-    with tempfile.TemporaryDirectory() as directory:
-        torch.set_num_threads(options.threads)
-        bench.trainer(True, profile, directory).train()
+    votes, profile = (in_turns(on_ranks(options.strategy, run))[0] for run in (bench.votes, bench.profiled))
     return {
         "what": f"time of an optimizer step with SelfHealingCallback over that of the plain trainer, {RANKS} ranks, "
         f"{options.strategy}, healthy SFT run",
@@ -413,7 +389,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "self_healing": self_healing.__version__,
         },
         "votes": votes,
-        "profile": profile.own_time(),
+        "profile": profile,
         "ratio_of_two_duets": [round(value, 5) for value in ratios],
         "typical_ratio_of_two_duets": [round(value, 5) for value in typical],
         "reduction_ratio_of_two_duets": [round(value, 5) for value in reduced],
@@ -453,40 +429,13 @@ def show(console: Console, result: dict[str, Any]) -> None:
     console.print(f"The ratio is {told} the bound of {BOUND}.")
 
 
-def on_each_rank(options: argparse.Namespace) -> None:
-    if options.strategy == "fsdp2":
-        sharded_on_the_cpu()
-    elif options.strategy in ZERO:
-        zero_on_the_cpu()
-    transformers.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE))
-    result = measure(options)
-    if dist.get_rank() == 0:
-        output = options.output or RESULTS / f"ranks_{options.strategy}.json"
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        console = Console(highlight=False)
-        show(console, result)
-        console.print(f"Written to {output}", soft_wrap=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def launch() -> int:
-    """Starts this script on each rank; returns the exit code."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
-    return subprocess.run([*command, *sys.argv], env=environment, timeout=LIMIT, check=False).returncode
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0].strip())
     parser.add_argument("--strategy", default="ddp", choices=["ddp", "fsdp2", *ZERO])
     parser.add_argument("--duets", type=int, default=10, help="duets of a plain and a healed run; an even number")
-    parser.add_argument("--reductions", type=int, default=6, help="duets of one reduction alone; an even number")
-    parser.add_argument("--turns", type=int, default=8, help="turns of each run in a duet that count")
-    parser.add_argument("--turn", type=int, default=10, help="steps of a turn")
+    parser.add_argument("--reductions", type=int, default=4, help="duets of one reduction alone; an even number")
+    parser.add_argument("--turns", type=int, default=40, help="turns of each run in a duet that count")
+    parser.add_argument("--turn", type=int, default=2, help="steps of a turn")
     parser.add_argument("--profiled", type=int, default=40, help="steps of the runs whose votes and calls are counted")
     parser.add_argument("--rows", type=int, default=6, help="rows of a step on each rank")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
@@ -498,11 +447,17 @@ def main() -> None:
     for name in ("duets", "reductions"):
         if getattr(options, name) < 2 or getattr(options, name) % 2:
             parser.error(f"--{name} is {getattr(options, name)}, but must be an even number: they come in pairs")
-    if "RANK" not in os.environ:
-        raise SystemExit(launch())
     # Two ranks, and two cores are all that most machines have for certain.
     options.device, options.threads = "cpu", 1
-    on_each_rank(options)
+    transformers.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    result = measure(options)
+    output = options.output or RESULTS / f"ranks_{options.strategy}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    console = Console(highlight=False)
+    show(console, result)
+    console.print(f"Written to {output}", soft_wrap=True)
 
 
 if __name__ == "__main__":

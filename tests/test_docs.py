@@ -255,7 +255,15 @@ def test_the_overhead_is_quoted_as_measured() -> None:
         f"{found['plain_ms_per_step']:.1f} ms per step",
         f"over {found['duets']} duets of {found['pairs_of_turns_per_duet']} pairs of steps",
     ]
+    ranks = measured("ranks_ddp")
+    least, most = ranks["ratio_ci95"]
+    quoted += [
+        f"a ratio of **{ranks['ratio']:.3f}** (95 % interval {least:.3f} to {most:.3f})",
+        f"at {ranks['plain_ms_per_step']:.0f} ms per step",
+        f"one plain reduction a step is {ranks['reduction_ratio']:.3f}",
+    ]
     assert_quoted("how-it-works", quoted=quoted)
+    assert_quoted("../README", quoted=[f"{found['ratio']:.3f} on a CPU, {ranks['ratio']:.3f} on two CPU ranks"])
 
 
 def test_the_cost_of_snapshots_is_quoted_as_measured() -> None:
