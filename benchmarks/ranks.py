@@ -317,7 +317,7 @@ def typical_ratio_of(duet: list[Pair]) -> float:
 
 
 def of_both_parts(values: list[float]) -> list[float]:
-    """The mean of two duets, in which each trainer has been the plain one and the healed one."""
+    """The mean of two duets, in which either run has begun."""
     return [statistics.mean(values[first : first + 2]) for first in range(0, len(values), 2)]
 
 

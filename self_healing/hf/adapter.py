@@ -259,10 +259,7 @@ class Instrument:
             try:
                 if self.call.passes is None and not (self.objective.online and not window.losses):
                     # As in `TrainingCall.compute`, which would be a call more for every micro-batch.
-                    loss = original(model, inputs, *args, **kwargs)
-                    if loss.requires_grad or window.size > 1:
-                        # The next one may be written where this one is (CUDA graphs).
-                        loss = loss.detach().clone()
+                    loss = original(model, inputs, *args, **kwargs).detach().clone()
                 else:
                     loss = self._in_passes_or_generated(window, (model, inputs, args, kwargs))
             except BaseException as error:
